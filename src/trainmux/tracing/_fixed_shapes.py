@@ -10,26 +10,36 @@ numbers on the device, and stays.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainmux.tracing._torch_private import replaced
+
 
 def fixed_shape_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Rules of such operators, also of those that transformers defines, where it is imported."""
-    rules: dict[Any, Callable[..., Any]] = {
+    """Rules of such operators."""
+    return {
         torch.ops.aten.index_put.default: _written_by_mask,
         torch.ops.aten._grouped_mm.default: _grouped_product,
     }
-    if "transformers.integrations.moe" in sys.modules:
-        library = torch.ops.transformers
-        rules |= {
-            library.grouped_mm_fallback.default: multiply_groups,
-            library.grouped_mm_fallback_backward.default: _gradients,
-        }
-    return rules
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """While active, transformers multiplies groups of rows by torch's operator, in every precision.
+
+    It has a loop on the host in its place for code that is compiled and computes in single precision.
+    """
+    library = sys.modules.get("transformers.integrations.moe")
+    if hasattr(library, "_can_use_grouped_mm"):
+        with replaced(library, _can_use_grouped_mm=lambda *args: True):
+            yield
+    else:
+        yield
 
 
 def _written_by_mask(
@@ -48,7 +58,7 @@ def _written_by_mask(
     return torch.where(is_written, values + new if accumulate else new, values)
 
 
-def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``rows[ends[e - 1] : ends[e]] @ weight[e]`` for each e; zeros for rows after the last end."""
     blocks = _Blocks(rows, ends)
     products = torch.bmm(blocks.fill(rows), weight[blocks.expert])
@@ -91,15 +101,13 @@ class _Blocks:
         return torch.where(self._is_filled[:, :, None], rows[self._source], 0)
 
 
-def _gradients(rows: Tensor, weight: Tensor, ends: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return multiply_groups(grad, weight.mT, ends), _sum_groups(rows, grad, ends)
-
-
 def _grouped_product(
     left: Tensor, right: Tensor, ends: Tensor | None = None, bias: Tensor | None = None, dtype: Any = None
 ) -> Any:
-    has_kernel = left.is_cuda and left.dtype is torch.bfloat16
+    device = left.device
+    has_kernel = left.dtype is torch.bfloat16 and device.type == "cuda"
+    has_kernel = has_kernel and torch.cuda.get_device_capability(device) >= (8, 0)
     if has_kernel or ends is None or bias is not None or left.dim() == 3:
         return NotImplemented
-    found = _sum_groups(left.mT, right, ends) if right.dim() == 2 else multiply_groups(left, right, ends)
+    found = _sum_groups(left.mT, right, ends) if right.dim() == 2 else _multiply_groups(left, right, ends)
     return found if dtype is None else found.to(dtype)

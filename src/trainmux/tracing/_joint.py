@@ -37,7 +37,7 @@ from trainmux.tracing._effects import (
     unique_parameters,
     watched_lines,
 )
-from trainmux.tracing._fixed_shapes import fixed_shape_decompositions
+from trainmux.tracing._fixed_shapes import fixed_shape_decompositions, grouped_products
 from trainmux.tracing._passes import (
     drop_constant_masks,
     graph_constant,
@@ -322,7 +322,8 @@ class _Call:
         table[torch.ops.aten._local_scalar_dense.default] = known_scalar
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
-        with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
+        quiet, regions = ignored_warnings(), checkpoint_regions(mark)
+        with quiet, mode, tracing_thread(), own_composites(), grouped_products(), regions:
             return tracer(*fakes)
 
     def once(self, *flat: Tensor) -> list[Any]:
