@@ -20,6 +20,8 @@ TORCH_VERSION = os.environ.get("TORCH", "2.13.0")
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 # The index that the PyTorch project publishes its CPU builds on.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Folders of installed packages whose modules are not compiled ahead, as a regular expression.
+LEFT_OUT = r"/tests/|/transformers/models/"
 
 
 def has_gpu() -> bool:
@@ -104,12 +106,14 @@ def install_torch(python: Path, gpu: bool) -> None:
     )
 
 
-def compile_modules(python: Path) -> None:
-    """Compile what was installed, on all cores: where nothing may write bytecode later, every process would
-    compile torch anew. Files that are no Python for this version, which packages may have, stay as they are.
+def compile_modules(python: Path) -> subprocess.Popen[bytes]:
+    """Start to compile what is installed by now, on all cores: where nothing may write bytecode later, every
+    process would compile torch anew. Tests of other packages and transformers' models are left out: few are
+    imported. Files that are no Python for this version, which packages may have, stay as they are.
     """
     installed = python.parents[1] / "lib"
-    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", str(installed)])
+    command = [str(python), "-m", "compileall", "-qq", "-j", "0", "-x", LEFT_OUT, str(installed)]
+    return subprocess.Popen(command)
 
 
 def main() -> None:
@@ -120,12 +124,14 @@ def main() -> None:
     python = create(Path(sys.argv[1]), reuse_torch)
     if not reuse_torch:
         install_torch(python, gpu)
+    compiling = compile_modules(python)  # pip needs one core at most
     extras = sys.argv[2]
     print(f"installing trainmux with its extras {extras}", flush=True)
     error = pip_error(python, ["--editable", f".[{extras}]"])
     if error:
         raise SystemExit(f"trainmux could not be installed ({error})")
-    compile_modules(python)
+    compiling.wait()
+    compile_modules(python).wait()
 
 
 if __name__ == "__main__":
