@@ -19,6 +19,8 @@ from torch.optim import lr_scheduler
 from trainmux import Fleet, Member
 from trainmux.errors import MemberChangedError, OptimizerError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 Settings = Sequence[dict[str, Any]]
 
 
@@ -156,8 +158,11 @@ def test_members_with_a_history_and_newcomers_go_on_as_alone(name: str) -> None:
     ours, plain = members_of(name), members_of(name)
     for member in (*ours[:2], *plain[:2]):
         train_alone(member, BATCHES[:3])
-    fleet = Fleet(ours[:2], mse, EXAMPLE)
+    grows = name == "anchored"  # else the newcomer takes the place of one that leaves
+    fleet = Fleet([*ours[:2], *members_of(name)[2 + grows :]], mse, EXAMPLE)
     train(fleet, BATCHES[3:5])
+    if not grows:
+        fleet.drop("m2")
     fleet.add(ours[2])
     train(fleet, BATCHES[5:9])
     fleet.sync()
@@ -181,13 +186,24 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(rows, others)
 
 
-@pytest.mark.parametrize("name", ["radam", "lamb", "adafactor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in ("radam", "lamb", "adafactor")),
+        ("lamb", torch.float32),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.extensive) for name in ("radam", "adafactor")),
+    ],
+)
 def test_other_precisions_round_like_plain_torch(name: str, dtype: torch.dtype) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return mse(model, [leaf.to(dtype) for leaf in batch])
 
-    ours, plain = members_of(name, dtype), members_of(name, dtype)
+    def one_layer(seed: int, dtype: torch.dtype) -> nn.Module:
+        layer = nn.Linear(3, 2, bias=False, dtype=dtype)
+        layer.weight.data = model_of(seed, dtype)[0].weight.data[:2].clone()  # type: ignore[index, union-attr]
+        return layer
+
+    ours, plain = (members_of(name, dtype, model=one_layer) for _ in range(2))
     fleet = Fleet(ours, loss, EXAMPLE)
     train(fleet, BATCHES[:4])
     fleet.sync()
@@ -208,7 +224,7 @@ def test_compiled_updates_are_the_same(name: str) -> None:
         assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "nadam"])
+@pytest.mark.parametrize("name", ["adafactor", pytest.param("nadam", marks=pytest.mark.extensive)])
 def test_a_plan_trains_the_same(name: str) -> None:
     ours, plain = members_of(name), members_of(name)
     fleet = Fleet(ours, mse, EXAMPLE)
