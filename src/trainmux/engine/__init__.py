@@ -20,35 +20,3 @@ from trainmux.engine._ring import HostFeed
 from trainmux.engine._sub_arrays import first_rows, in_sub_arrays
 from trainmux.engine._transfer import Transfers
 from trainmux.engine._updates import UpdateSettings
-
-__all__ = [
-    "NUM_LANDINGS",
-    "CaptureRoom",
-    "CudaGraphEngine",
-    "ForwardProgram",
-    "HostFeed",
-    "HostLanes",
-    "HostLeaf",
-    "Landing",
-    "Memory",
-    "PlannedEngine",
-    "PlannedProgram",
-    "ReferenceEngine",
-    "StepProgram",
-    "Transfers",
-    "UpdateSettings",
-    "WatchedLanes",
-    "build_forward",
-    "build_planned_forward",
-    "build_step",
-    "first_rows",
-    "handed_over",
-    "in_sub_arrays",
-    "kernel_settings",
-    "limited_growth",
-    "measured_scratch_bytes",
-    "pool_bytes",
-    "release_cached",
-    "run_into",
-    "scratch_bytes",
-]

@@ -9,24 +9,3 @@ from trainmux.lowering._lower import Conform, Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
 from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
 from trainmux.lowering._stored import from_bytes, to_bytes
-
-__all__ = [
-    "Conform",
-    "Kernel",
-    "KernelCache",
-    "Lowered",
-    "Place",
-    "RegionCall",
-    "cache_folder",
-    "changed_argument",
-    "compare_instead_of_scatter",
-    "compiler_missing",
-    "decompositions",
-    "extended",
-    "extended_product",
-    "from_bytes",
-    "insert_call",
-    "lower",
-    "may_share_memory",
-    "to_bytes",
-]

@@ -8,33 +8,5 @@ from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, Pla
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, measured_timeline, timeline
-from trainmux.planning.partition import NUM_ALWAYS, Partition, PartitionSearch, PlannedGroup, find_partitions
+from trainmux.planning.partition import NUM_ALWAYS, PartitionSearch, PlannedGroup, find_partitions
 from trainmux.planning.policies._known import POLICY_NAMES, partitions_to_try, policy_named
-
-__all__ = [
-    "NUM_ALWAYS",
-    "POLICY_NAMES",
-    "TIME_LIMIT_SECONDS",
-    "BudgetCost",
-    "Infeasible",
-    "Partition",
-    "PartitionSearch",
-    "PlanProgress",
-    "PlannedGroup",
-    "Planner",
-    "Slab",
-    "Task",
-    "Tenant",
-    "checked_time_limit",
-    "fewer_waits",
-    "find_partitions",
-    "fit_program",
-    "lane_times",
-    "measured_timeline",
-    "pack",
-    "partitions_to_try",
-    "peak_live_bytes",
-    "policy_named",
-    "rewrite",
-    "timeline",
-]

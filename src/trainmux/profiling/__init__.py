@@ -12,38 +12,8 @@ from trainmux.profiling._branches import (
 )
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, device_present, find_device
-from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
+from trainmux.profiling._kernels import KernelGraph, Location, locations_of
 from trainmux.profiling._link import LinkRates, probe_link
 from trainmux.profiling._measured import MEASUREMENT_VERSION, Measurements, fits, measure_profile
 from trainmux.profiling._pass import PassingPlace
 from trainmux.profiling._reading import read_kernels
-
-__all__ = [
-    "DEVICES",
-    "MEASUREMENT_VERSION",
-    "Device",
-    "KernelGraph",
-    "KernelStep",
-    "LinkRates",
-    "Location",
-    "Measurements",
-    "PassingPlace",
-    "ProfileCache",
-    "WidthProfiles",
-    "analytic_profile",
-    "branch_width",
-    "branches_to_measure",
-    "concurrent_fingerprint",
-    "device_present",
-    "find_device",
-    "fingerprint_of_one",
-    "fits",
-    "known_branches",
-    "locations_of",
-    "measure_profile",
-    "probe_link",
-    "read_kernels",
-    "same_but_for_origin",
-    "side_by_side",
-    "used_branches",
-]

@@ -6,17 +6,3 @@ from trainmux.reporting._plan_page import plan_page
 from trainmux.reporting._plan_text import plan_text
 from trainmux.reporting._search_page import Chart, Section, search_page
 from trainmux.reporting._trace import chrome_trace
-
-__all__ = [
-    "NUMBER",
-    "SHORT",
-    "TEXT",
-    "Cell",
-    "Chart",
-    "Section",
-    "chrome_trace",
-    "format_fusion",
-    "plan_page",
-    "plan_text",
-    "search_page",
-]

@@ -5,35 +5,7 @@ from trainmux.search._cross_validate import CrossValidation, FoldResult, cross_v
 from trainmux.search._ensemble import Ensemble, ensemble
 from trainmux.search._population import PopulationBasedTraining
 from trainmux.search._results import Results
-from trainmux.search._search import Search, SearchOptions
 from trainmux.search._seeds import seeds
-from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, Verdict, build_trial
 from trainmux.search._splits import Bootstrap
 from trainmux.search._sweep import sweep
 from trainmux.search._trial import Candidate, Trial, TrialState
-
-__all__ = [
-    "LATER",
-    "AskTell",
-    "Bootstrap",
-    "Candidate",
-    "CrossValidation",
-    "Ensemble",
-    "FoldResult",
-    "Later",
-    "MemberSource",
-    "PopulationBasedTraining",
-    "Results",
-    "Search",
-    "SearchCallback",
-    "SearchOptions",
-    "Source",
-    "Trial",
-    "TrialState",
-    "Verdict",
-    "build_trial",
-    "cross_validate",
-    "ensemble",
-    "seeds",
-    "sweep",
-]

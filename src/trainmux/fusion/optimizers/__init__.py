@@ -19,24 +19,3 @@ from trainmux.fusion.optimizers._update import (
     scalar_specs,
     scalar_values,
 )
-
-__all__ = [
-    "FAMILIES",
-    "GroupStructure",
-    "OptimizerStructure",
-    "SettingColumns",
-    "StateEntry",
-    "apply_update",
-    "check_hyperparameters",
-    "describe",
-    "idle_decisions",
-    "idle_settings",
-    "is_elementwise",
-    "read_state",
-    "read_steps",
-    "scalar_dtype",
-    "scalar_specs",
-    "scalar_values",
-    "state_entries",
-    "write_state",
-]

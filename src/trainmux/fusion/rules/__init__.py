@@ -10,14 +10,3 @@ from trainmux.fusion.rules import (
     pooling,
     views,
 )
-
-__all__ = [
-    "attention",
-    "convolution",
-    "embedding",
-    "matmul",
-    "normalisation",
-    "pointwise",
-    "pooling",
-    "views",
-]

@@ -2,5 +2,3 @@
 
 from trainmux.ir._verifier._proof import find_violations, verify
 from trainmux.ir._verifier._report import Violation, ViolationKind
-
-__all__ = ["Violation", "ViolationKind", "find_violations", "verify"]
