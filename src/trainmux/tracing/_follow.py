@@ -44,7 +44,8 @@ _BY_VALUE = """
     lt le gt ge eq ne __lt__ __le__ __gt__ __ge__ __eq__ __ne__ __pow__ __rpow__ __ipow__
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__
     __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__
-    leaky_relu elu celu softplus huber_loss smooth_l1_loss layer_norm clamp clip clamp_ clamp_min clamp_max
+    leaky_relu elu celu softplus threshold _threshold huber_loss smooth_l1_loss remainder fmod pad
+    layer_norm rms_norm group_norm instance_norm batch_norm clamp clip clamp_ clamp_min clamp_max
     lerp addcmul addcdiv masked_fill masked_fill_ where full full_like new_full fill fill_
 """
 _PROBABILITIES = """

@@ -4,7 +4,7 @@ A dropout probability, a loss weight or a temperature is a Python number when th
 literal of its graph. Members whose graphs are equal but for such numbers can train as one: ``structure_of``
 reads a graph without them, and ``with_inputs`` makes those that differ inputs of the graph.
 
-A literal can become an input where its operator has a form that takes a tensor in its place (``_FORMS``).
+A literal can become an input where its operator has a form that takes a tensor in its place (``FORMS``).
 Every other number, such as a size or a dimension, stays part of the structure.
 """
 
@@ -14,7 +14,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, InputKind
 from trainmux.tracing._joint import TracedGraph
+from trainmux.tracing._number_forms import FORMS
 from trainmux.tracing._passes import arguments_by_name, graph_constant, inherit_meta
 from trainmux.tracing._reach import tensor_digest
 from trainmux.tracing._source import node_location
@@ -40,153 +41,6 @@ class Structure:
     key: str
     numbers: tuple[Number, ...]
 
-
-# ---- operators that can take a number as a tensor ------------------------------------------------------
-
-
-def _scaled(x: Any, factor: Any) -> Any:
-    """``x * factor``, without a product where the factor is the usual 1."""
-    return x if not isinstance(factor, Tensor) and factor == 1 else x * factor
-
-
-def _clamped(x: Tensor, lower: Any = None, upper: Any = None) -> Tensor:
-    def bound(value: Any) -> Any:
-        return torch.full_like(x, value) if isinstance(value, (int, float)) else value
-
-    result: Tensor = aten.clamp.Tensor(x, bound(lower), bound(upper))
-    return result
-
-
-def _filled(shape: Sequence[int], value: Tensor) -> Tensor:
-    return value.expand(list(shape)).clone()
-
-
-def _where(condition: Tensor, x: Any, y: Any) -> Tensor:
-    return torch.where(condition, x, y)
-
-
-def _elu(x: Tensor, alpha: Any, scale: Any, input_scale: Any) -> Tensor:
-    return torch.where(x > 0, _scaled(x, scale), torch.expm1(_scaled(x, input_scale)) * _scaled(alpha, scale))
-
-
-def _elu_backward(
-    grad: Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, value: Tensor
-) -> Tensor:
-    if is_result:
-        slope = _scaled(value + _scaled(alpha, scale), input_scale)
-    else:
-        slope = torch.exp(_scaled(value, input_scale)) * _scaled(_scaled(alpha, scale), input_scale)
-    return torch.where(value <= 0, grad * slope, _scaled(grad, scale))
-
-
-def _softplus(x: Tensor, beta: Any, threshold: Any) -> Tensor:
-    return torch.where(x * beta > threshold, x, torch.log1p(torch.exp(x * beta)) / beta)
-
-
-def _softplus_backward(grad: Tensor, x: Tensor, beta: Any, threshold: Any) -> Tensor:
-    return torch.where(x * beta > threshold, grad, grad * torch.sigmoid(x * beta))
-
-
-def _huber(x: Tensor, target: Tensor, reduction: int, delta: Any) -> Tensor:
-    size = (x - target).abs()
-    return _reduced(torch.where(size < delta, 0.5 * size * size, delta * (size - 0.5 * delta)), reduction)
-
-
-def _huber_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, delta: Any) -> Tensor:
-    difference = x - target
-    slope = torch.where(difference.abs() < delta, difference, torch.sign(difference) * delta)
-    return grad * (slope / x.numel() if reduction == 1 else slope)
-
-
-def _smooth_l1(x: Tensor, target: Tensor, reduction: int, beta: Any) -> Tensor:
-    size = (x - target).abs()
-    return _reduced(torch.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta), reduction)
-
-
-def _smooth_l1_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: Any) -> Tensor:
-    difference = x - target
-    slope = torch.where(difference.abs() < beta, difference / beta, torch.sign(difference))
-    return grad * (slope / x.numel() if reduction == 1 else slope)
-
-
-def _reduced(value: Tensor, reduction: int) -> Tensor:
-    return (value, value.mean(), value.sum())[reduction] if reduction else value
-
-
-def _layer_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims = list(range(x.dim() - len(shape), x.dim()))
-    mean = x.mean(dims, keepdim=True)
-    scale = torch.rsqrt(((x - mean) ** 2).mean(dims, keepdim=True) + eps)
-    result = (x - mean) * scale
-    result = result if weight is None else result * weight
-    return result if bias is None else result + bias, mean, scale
-
-
-@dataclass(frozen=True)
-class _Form:
-    """``compute`` takes all arguments of an operator in order, tensors of no dimension for its ``numbers``.
-
-    ``is_wide``: the operator itself computes with numbers in single precision where its tensors have half.
-    """
-
-    numbers: frozenset[str]
-    compute: Callable[..., Any]
-    is_wide: bool = True
-
-
-def _forms() -> Iterator[tuple[OpOverload, _Form]]:
-    def form(compute: Callable[..., Any], *numbers: str, wide: bool = True) -> _Form:
-        return _Form(frozenset(numbers), compute, wide)
-
-    both = ("other", "alpha")
-    for op in (aten.add.Tensor, aten.add.Scalar):
-        yield op, form(lambda x, other, alpha: x + _scaled(other, alpha), *both)
-    for op in (aten.sub.Tensor, aten.sub.Scalar):
-        yield op, form(lambda x, other, alpha: x - _scaled(other, alpha), *both)
-    for op in (aten.rsub.Tensor, aten.rsub.Scalar):
-        yield op, form(lambda x, other, alpha: other - _scaled(x, alpha), *both)
-    for op in (aten.mul.Tensor, aten.mul.Scalar):
-        yield op, form(operator.mul, "other")
-    for op in (aten.div.Tensor, aten.div.Scalar):
-        yield op, form(operator.truediv, "other")
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        yield getattr(aten, name).Scalar, form(getattr(operator, name), "other", wide=False)
-    yield aten.pow.Tensor_Scalar, form(torch.pow, "exponent")
-    yield aten.pow.Scalar, form(torch.pow, "self")
-    yield aten.clamp.default, form(_clamped, "min", "max", wide=False)
-    yield aten.clamp_min.default, form(lambda x, bound: _clamped(x, bound), "min", wide=False)
-    yield aten.clamp_max.default, form(lambda x, bound: _clamped(x, None, bound), "max", wide=False)
-    yield aten.masked_fill.Scalar, form(aten.masked_fill.Tensor, "value", wide=False)
-    yield aten.where.ScalarSelf, form(_where, "self", wide=False)
-    yield aten.where.ScalarOther, form(_where, "other", wide=False)
-    yield aten.full.default, form(lambda size, value, *_: _filled(size, value), "fill_value", wide=False)
-    yield aten.full_like.default, form(lambda x, v, *_: _filled(x.shape, v), "fill_value", wide=False)
-    yield aten.new_full.default, form(lambda _, size, v, *__: _filled(size, v), "fill_value", wide=False)
-    yield aten.fill.Scalar, form(lambda x, value: _filled(x.shape, value), "value", wide=False)
-    yield aten.scalar_tensor.default, form(lambda value, *_: value.clone(), "s", wide=False)
-    yield aten.leaky_relu.default, form(lambda x, slope: torch.where(x > 0, x, x * slope), "negative_slope")
-    yield (
-        aten.leaky_relu_backward.default,
-        form(lambda grad, x, slope, _: torch.where(x > 0, grad, grad * slope), "negative_slope"),
-    )
-    yield aten.celu.default, form(lambda x, alpha: _elu(x, alpha, 1, 1 / alpha), "alpha")
-    yield aten.elu.default, form(_elu, "alpha", "scale", "input_scale")
-    yield aten.elu_backward.default, form(_elu_backward, "alpha", "scale", "input_scale")
-    yield aten.softplus.default, form(_softplus, "beta", "threshold")
-    yield aten.softplus_backward.default, form(_softplus_backward, "beta", "threshold")
-    yield aten.huber_loss.default, form(_huber, "delta")
-    yield aten.huber_loss_backward.default, form(_huber_backward, "delta")
-    yield aten.smooth_l1_loss.default, form(_smooth_l1, "beta")
-    yield aten.smooth_l1_loss_backward.default, form(_smooth_l1_backward, "beta")
-    yield aten.lerp.Scalar, form(torch.lerp, "weight")
-    yield aten.addcmul.default, form(lambda x, a, b, value: x + _scaled(a * b, value), "value")
-    yield aten.addcdiv.default, form(lambda x, a, b, value: x + _scaled(a / b, value), "value")
-    yield aten.native_layer_norm.default, form(_layer_norm, "eps")
-
-
-_FORMS = dict(_forms())
 
 # ---- a graph apart from its numbers --------------------------------------------------------------------
 
@@ -220,8 +74,8 @@ def _literals_of(module: fx.GraphModule, node: fx.Node) -> Iterator[_Literal]:
         value = graph_constant(module, node)
         if _is_free_constant(value):
             yield _Literal(node, "", value.item(), is_whole=False)
-    elif node.op == "call_function" and node.target in _FORMS:
-        names, result = _FORMS[node.target].numbers, node.meta.get("val")
+    elif node.op == "call_function" and node.target in FORMS:
+        names, result = FORMS[node.target].numbers, node.meta.get("val")
         if isinstance(result, (Tensor, tuple, list)):
             for name, value in arguments_by_name(node).items():
                 if name in names and _is_number(value):
@@ -384,12 +238,13 @@ class _Rewriter:
         def shaped(x: Tensor) -> list[Tensor]:
             return [x.to(value.dtype).reshape(value.shape).clone()]
 
-        return self._append(node, shaped, [self._inputs[column]])[0]
+        (new,) = self._append(node, shaped, [self._inputs[column]])
+        return cast(fx.Node, new)
 
     def _by_form(self, node: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
         """Write a node with tensors in the place of numbers that differ."""
         assert isinstance(node.target, OpOverload)
-        form, own = _FORMS[node.target], self._columns[node]
+        form, own = FORMS[node.target], self._columns[node]
         given = {**arguments_by_name(node), **self._literals.get(node, {})}
         leaves, spec = pytree.tree_flatten(list(given.values()), is_leaf=lambda x: isinstance(x, fx.Node))
         tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -398,18 +253,25 @@ class _Rewriter:
         wide = _wide_dtype([leaf.meta["val"] for leaf in tensors], value, is_wide=form.is_wide)
         names = list(given)
         columns = [self._cast(*own[name], wide) for name in names if name in own]
+        factors = {given[name] for name in form.factors}
 
         def compute(*flat: Tensor) -> Any:
             rest = iter(flat[: len(tensors)])
             numbers = iter(flat[len(tensors) :])
             filled = [
-                _widened(next(rest), wide, form) if isinstance(leaf, fx.Node) else leaf for leaf in leaves
+                _widened(next(rest), wide, is_wide=form.is_wide and leaf not in factors)
+                if isinstance(leaf, fx.Node)
+                else leaf
+                for leaf in leaves
             ]
             arguments = dict(zip(names, pytree.tree_unflatten(filled, spec), strict=True))
             arguments |= {name: next(numbers) for name in names if name in own}
             result = form.compute(*arguments.values())
             if isinstance(result, tuple):
-                return [part.to(like.dtype) for part, like in zip(result, value, strict=True)]
+                return [
+                    None if like is None else part.to(like.dtype)
+                    for part, like in zip(result, value, strict=True)
+                ]
             return [result.to(value.dtype)]
 
         written = self._append(node, compute, [*nodes, *columns])  # type: ignore[list-item]
@@ -430,10 +292,8 @@ class _Rewriter:
             self._casts[column, wanted] = node
         return self._casts[column, wanted]
 
-    def _append(
-        self, node: fx.Node, compute: Callable[..., Any], sources: Sequence[fx.Node]
-    ) -> list[fx.Node]:
-        """Write what ``compute`` does in the place of ``node``."""
+    def _append(self, node: fx.Node, compute: Callable[..., Any], sources: Sequence[fx.Node]) -> list[Any]:
+        """Write what ``compute`` does in the place of ``node``; returns a node, or ``None``, per result."""
         with self._mode, torch.no_grad():
             examples = [torch.empty_like(source.meta["val"]) for source in sources]
             part = make_fx(compute)(*examples)
@@ -443,7 +303,7 @@ class _Rewriter:
             if inner.op == "placeholder":
                 placed[inner] = next(given)
             elif inner.op == "output":
-                return [placed[leaf] for leaf in pytree.tree_leaves(inner.args)]
+                return [leaf and placed[leaf] for leaf in pytree.tree_leaves(inner.args)]
             else:
                 placed[inner] = copy_node(self._graph, inner, lambda n: placed[n])
                 inherit_meta(placed[inner], node)
@@ -462,6 +322,6 @@ def _wide_dtype(tensors: Sequence[Tensor], result: Any, *, is_wide: bool) -> tor
     return torch.float32
 
 
-def _widened(tensor: Tensor, wide: torch.dtype, form: _Form) -> Tensor:
+def _widened(tensor: Tensor, wide: torch.dtype, *, is_wide: bool) -> Tensor:
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.to(wide) if form.is_wide and is_half else tensor
+    return tensor.to(wide) if is_wide and is_half else tensor

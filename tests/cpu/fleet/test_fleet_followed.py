@@ -57,6 +57,12 @@ def by_kind(model: Any, x: Tensor) -> Tensor:
     return model.layer(x) * (model.s if isinstance(model.s, float) else 3.0)
 
 
+def averaged(model: Any, x: Tensor) -> Tensor:
+    mean, variance = x.new_zeros(2), x.new_ones(2)
+    out = F.batch_norm(model.layer(x), mean, variance, training=True, momentum=model.s, eps=model.s)
+    return out * variance + mean
+
+
 def halves(model: Any, x: Tensor) -> Tensor:
     return model.layer(x)[:, : model.s] * 2
 
@@ -68,6 +74,9 @@ FOLLOWED: dict[str, tuple[Code, Sequence[Any], int]] = {
     "slope": (lambda m, x: F.leaky_relu(m.layer(x), m.s).clamp(-m.s, 1 + m.s), SOME, 2),
     "power": (lambda m, x: m.layer(x).exp() ** m.s, SOME, 2),
     "epsilon": (lambda m, x: F.layer_norm(m.layer(x), (2,), eps=m.s), SOME, 2),
+    "momentum": (averaged, SOME, 2),
+    "norms": (lambda m, x: F.group_norm(F.rms_norm(m.layer(x), (2,), eps=m.s), 1, eps=m.s), SOME, 2),
+    "threshold": (lambda m, x: F.pad(F.threshold(m.layer(x), m.s - 1, m.s), (1, -1), value=m.s), SOME, 2),
     "whole numbers": (lambda m, x: m.layer(x) * (m.s / 8), (4, 2, 16, 32), 2),
     "the smaller": (lambda m, x: m.layer(x) * min(m.s, 0.9), SOME, 2),
     "branches": (by_case, (0.1, 0.2, 0.7, 0.8, 0.3, 0.9), 4),

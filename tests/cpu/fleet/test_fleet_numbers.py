@@ -54,6 +54,10 @@ def loss_of(smoothing: float = 0.1, weight: float = 1.0, temperature: float = 1.
     return loss
 
 
+def plain_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def member_of(number: int, loss: Any = None, seed: int = 0, **settings: float) -> tm.Member:
     torch.manual_seed(number)
     model = Net(**settings).double()
@@ -111,6 +115,72 @@ def test_members_that_differ_in_a_number_train_as_one(name: str) -> None:
     fleet = fleet_of(make())
     assert num_groups(fleet) == 1
     assert_as_plain(make, fleet)
+
+
+class Frozen(nn.BatchNorm1d):
+    """Batch norm that keeps its statistics while it trains."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+class Layered(nn.Module):
+    """Layers with a number each: ``names`` has where."""
+
+    names = ("eps", "momentum", "eps", "eps", "eps", "eps", "eps", "max_val", "threshold", "value", "lambd")
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 8), nn.Linear(16, CLASSES)
+        self.layers = nn.Sequential(
+            nn.BatchNorm1d(4, eps=value),
+            nn.BatchNorm1d(4, momentum=value),
+            nn.BatchNorm1d(4, eps=value, affine=False, track_running_stats=False),
+            Frozen(4, eps=value).eval(),
+            nn.InstanceNorm1d(4, eps=value, affine=True),
+            nn.GroupNorm(2, 4, eps=value),
+            nn.RMSNorm(2, eps=value),
+            nn.Hardtanh(-1.0, value * 3),
+            nn.Threshold(value - 1, value - 1.1),
+            nn.ConstantPad1d(1, value),
+            nn.Softshrink(value / 10),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(self.first(x).reshape(-1, 4, 2)).flatten(1))
+
+
+def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in plain torch, in training and evaluation, and after a change while they train."""
+
+    def make() -> list[tm.Member]:
+        members = []
+        for number in range(3):
+            torch.manual_seed(number)
+            model = Layered(0.1 * (number + 1)).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (number + 1))
+            members.append(tm.Member(model, optimizer, name=f"m{number}", loss=plain_loss))
+        return members
+
+    fleet = fleet_of(make())
+    assert num_groups(fleet) == 1
+    assert_as_plain(make, fleet)
+    scores = fleet.evaluate(BATCHES[:1])
+    for member in fleet.members:
+        member.model.eval()
+        assert scores[str(member.name)]["loss"] == pytest.approx(plain_loss(member.model, BATCHES[0]).item())
+        member.model.train()
+
+    live, built = fleet_of(make()), make()
+    for model in (live.members[1].model, built[1].model):
+        for layer, name in zip(model.layers, Layered.names, strict=True):
+            setattr(layer, name, 0.45)
+    other = fleet_of(built)
+    work = count_work(monkeypatch)
+    live.refresh("m1")
+    for batch in BATCHES[:2]:
+        assert torch.equal(live.step(batch), other.step(batch))
+    assert work["fusions"] == 0
 
 
 def test_dropout_probabilities_draw_what_a_fleet_of_one_draws() -> None:

@@ -16,6 +16,13 @@ from trainmux.tracing import structure_of, with_inputs
 
 Function = Callable[[Tensor, float], Tensor]
 
+
+def running_statistics(x: Tensor, momentum: float) -> Tensor:
+    mean, variance = x.new_zeros(4), x.new_ones(4)
+    out = F.batch_norm(x, mean, variance, training=True, momentum=momentum)
+    return out * mean + variance
+
+
 FUNCTIONS: dict[str, Function] = {
     "add": lambda x, s: x + s,
     "add with alpha": lambda x, s: torch.add(x, x.tanh(), alpha=s),
@@ -46,6 +53,21 @@ FUNCTIONS: dict[str, Function] = {
     "addcmul": lambda x, s: torch.addcmul(x, x, x.tanh(), value=s),
     "addcdiv": lambda x, s: torch.addcdiv(x, x, x.square() + 1, value=s),
     "layer norm": lambda x, s: F.layer_norm(x, (4,), eps=s),
+    "group norm": lambda x, s: F.group_norm(x, 2, x[0], x[1], eps=s),
+    "batch norm": lambda x, s: F.batch_norm(x, None, None, x[0], x[1], training=True, eps=s),
+    "batch norm, momentum": running_statistics,
+    "batch norm, fixed": lambda x, s: F.batch_norm(x, x[0].detach(), x[1].detach().exp(), x[2], eps=s),
+    "hardtanh": lambda x, s: F.hardtanh(x, -s, s),
+    "threshold": lambda x, s: F.threshold(x, s, 2 * s),
+    "remainder": lambda x, s: torch.remainder(x, s) + torch.fmod(x, s),
+    "division, rounded": lambda x, s: x * torch.div(x, s, rounding_mode="floor"),
+    "padding": lambda x, s: F.pad(x, (1, 2), value=s).square(),
+    "scatter": lambda x, s: x * torch.zeros_like(x).scatter(1, torch.tensor([[2], [0], [1]]), s),
+    "index fill": lambda x, s: x * x.index_fill(1, torch.tensor([0, 2]), s),
+    "range": lambda x, s: x * torch.linspace(0.25, s, 4, dtype=x.dtype),
+    "range from": lambda x, s: x * torch.linspace(s, 4, 4) + torch.linspace(s, 4, 1),
+    "product": lambda x, s: torch.addmm(x, x, x.t() @ x, alpha=s, beta=0.5),
+    "products": lambda x, s: torch.baddbmm(x[None], x[None], (x.t() @ x)[None], alpha=s),
     "huber": lambda x, s: F.huber_loss(x, x.tanh().detach(), delta=s),
     "huber sum": lambda x, s: F.huber_loss(x, x.tanh().detach(), reduction="sum", delta=s),
     "smooth l1": lambda x, s: F.smooth_l1_loss(x, x.tanh().detach(), beta=s),
