@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainmux.ir import Part
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -50,3 +52,9 @@ def max_live_bytes(placed: Sequence[Placed], alignment: int = 1) -> int:
         live += change
         highest = max(highest, live)
     return highest
+
+
+def peak_live_bytes(part: Part) -> int:
+    """The most bytes in use at once in a part of a program, before its first instruction too."""
+    spans = [(each.begin, each.end + (each.begin == each.end), each.size_bytes) for each in part.tenancies]
+    return max_live_bytes([Placed(begin, end, 0, size) for begin, end, size in spans])

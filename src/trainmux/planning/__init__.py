@@ -3,7 +3,6 @@
 from trainmux.planning._body import Infeasible, Task
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
-from trainmux.planning._memory import peak_live_bytes
 from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress, checked_time_limit
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack

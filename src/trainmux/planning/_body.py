@@ -152,13 +152,9 @@ class FixedBody:
         return tensors
 
 
+@remembered
 def plain_body(profiles: Sequence[Profile], multiplexing: Multiplexing) -> FixedBody:
     """The nodes in plain order."""
-    return _plain_body(multiplexing, *profiles)
-
-
-@remembered
-def _plain_body(multiplexing: Multiplexing, *profiles: Profile) -> FixedBody:
     return FixedBody(profiles, multiplexing, plain_order(profiles, multiplexing))
 
 

@@ -52,12 +52,12 @@ class Draft:
     seconds: float
 
 
+@partial(remembered, max_remembered=4)
 def draft(profiles: Sequence[Profile], schedule: Schedule) -> Draft:
-    """Rewrite without placement, which takes most of the time: for planners that try many schedules."""
-    return _drafted(schedule, *profiles)
+    """Rewrite without placement, which takes most of the time: for planners that try many schedules.
 
-
-def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
+    A policy times its schedules by drafts, and whoever it hands one to needs that draft again.
+    """
     if not profiles:
         raise PlanError("a schedule needs at least one sub-array, but got no profiles; pass one for each")
     all_facts = [facts_of(profile) for profile in profiles]
@@ -96,9 +96,6 @@ def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
     resident = tuple(sorted(always | outside))
     return Draft(schedule, parts, resident, host_bytes, seconds)
 
-
-_drafted = partial(remembered, max_remembered=4)(_make_draft)
-"""A policy times its schedules by drafts, and whoever it hands one to needs that draft again."""
 
 UNPLACED = -1
 """The offset of bytes that have no place yet."""

@@ -39,14 +39,16 @@ _Result = TypeVar("_Result")
 
 
 def remembered(function: Callable[_Given, _Result], max_remembered: int = 64) -> Callable[_Given, _Result]:
-    """A pure function of objects by position, called once for those that are still remembered."""
+    """A pure function of objects or sequences of them, called once for those that are still remembered."""
     known: OrderedDict[tuple[int, ...], tuple[object, _Result]] = OrderedDict()
 
     @wraps(function)
     def asked(*given: _Given.args, **none: _Given.kwargs) -> _Result:
-        key = tuple(map(id, given))
+        rows = [list(each) if isinstance(each, list | tuple) else [each] for each in given]
+        objects = [each for row in rows for each in row]
+        key = tuple(map(id, objects))
         if key not in known:
-            known[key] = (given, function(*given, **none))
+            known[key] = (objects, function(*given, **none))
             if len(known) > max_remembered:
                 known.popitem(last=False)
         known.move_to_end(key)

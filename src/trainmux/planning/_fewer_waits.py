@@ -27,8 +27,7 @@ import numpy as np
 from trainmux.ir import Compute, Free, Offload, Part, Prefetch, Profile, Recompute, Wait
 from trainmux.planning._facts import Key
 from trainmux.planning._lane_writer import LaneWriter
-from trainmux.planning._lanes import COMPUTE, IN, OUT, LaneTimes
-from trainmux.planning._timeline import lane_times
+from trainmux.planning._timeline import COMPUTE, IN, OUT, LaneTimes, lane_times
 
 _SLOW_COPIES = 1.25
 """Copies may take this many times their predicted time before a moved wait holds up compute."""

