@@ -208,9 +208,9 @@ class MemberWatch:
             self._mark()  # written to and put back, or of no consequence
         yield from edited
 
-    def edited_texts(self, sums: Checksums) -> Iterator[str]:
-        """Edits in words."""
-        edits = self.edits(sums)
+    def edited_texts(self, sums: Checksums, *, is_current: bool = False) -> Iterator[str]:
+        """Edits in words; where all is ``current``, its tensors are not looked for again."""
+        edits = self._edits(self._own, sums) if is_current else self.edits(sums)
         if edits.tensors:
             yield f"the values of {_listed(edits.tensors)} (edited, loaded, or written by another fleet)"
         if edits.states:
@@ -229,7 +229,10 @@ class MemberWatch:
 
     def edits(self, sums: Checksums) -> Edits:
         """Find the tensors and states that somebody else has written to."""
-        tensors = {name: tensor for name, tensor in named_tensors(self._member).items() if name in self._own}
+        return self._edits(named_tensors(self._member), sums)
+
+    def _edits(self, found: Mapping[str, Tensor], sums: Checksums) -> Edits:
+        tensors = {name: tensor for name, tensor in found.items() if name in self._own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
         return Edits(
             tuple(self._edited(tensors, tensors, sums)),
@@ -314,9 +317,10 @@ class FleetWatch:
         self._refuse([place for place in due if not place[1].watch.is_current()])
 
     def check(self, places: Places, *, ignores_mode: bool = False) -> None:
-        """Refuse to go on with members that have changed, edits of values included."""
+        """Refuse to go on with members that have changed, edits included; the next step looks, too."""
         self._refuse(places, ignores_mode)
-        self.handed_out(places)
+        for _, slot in places:
+            slot.watch.looks = max(slot.watch.looks, 1)
 
     def warn(self, places: Places, what: str, sums: Checksums) -> None:
         """Say of members that have changed that ``what`` happens all the same."""
@@ -340,7 +344,7 @@ class FleetWatch:
     ) -> Iterator[tuple[str, str]]:
         for group, slot in places:
             if slot.watch.is_current():
-                found = slot.watch.edited_texts(sums)
+                found = slot.watch.edited_texts(sums, is_current=True)
             else:
                 alike = functools.partial(self._computes_alike, group, slot)
                 found = slot.watch.changes(alike, sums, ignores_mode=ignores_mode)
