@@ -607,9 +607,10 @@ def min_cut(
         # Attention has the tag of operators that draw, but what it dropped would be a mask of ours.
         return False
 
+    _merge_equal(joint.graph)
     with (
         process_lock,
-        functorch_config.patch(cse=True),
+        functorch_config.patch(cse=False),
         _use_lazy_graph_module(True),
         mock.patch.object(partitioners, "has_recomputable_rng_ops", draws),
     ):
@@ -620,3 +621,28 @@ def min_cut(
             static_lifetime_input_indices=list(static_inputs),
         )
     return forward, backward
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Compute equal values once, but for random ones, empty ones and results of the graph.
+
+    As torch's own pass does it, which imports all of Inductor to look for operators that write.
+    """
+    from torch._functorch.compile_utils import get_aten_target, rand_ops
+
+    def storage(node: fx.Node) -> int | None:
+        value = node.meta.get("val")
+        return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+    results = {storage(node) for node in graph.output_node().all_input_nodes} - {None}
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        target = get_aten_target(node)
+        is_apart = target in rand_ops or target is torch.ops.aten.empty or storage(node) in results
+        if node.op != "call_function" or is_apart:
+            continue
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        first = known.setdefault((node.target, spec, tuple((leaf, type(leaf)) for leaf in leaves)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,36 @@ def test_cheap_chains_are_computed_again_instead_of_saved() -> None:
 
     parts = assert_split_recomposes(nn.Linear(4, 4).double(), loss, doubles(64, 4))
     assert len(saved(parts, 64, 4)) <= 2  # the input and the product, not the six values of the chain
+
+
+def test_equal_values_are_computed_once_but_each_result_has_memory_of_its_own() -> None:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = model(x).sum()
+        return value + (x.exp() * x.exp()).mean(), {"first": value * 2, "second": value * 2}
+
+    x = doubles(8, 4)
+    parts = assert_split_recomposes(nn.Linear(4, 4).double(), lambda model, x: loss(model, x)[0], x)
+    assert targets(parts.forward).count(aten.exp.default) == 1
+    traced = joint(nn.Linear(4, 4).double(), loss, x)
+    parts = split_joint(traced.module, traced.inputs, traced.outputs)
+    metrics = [i for i, output in enumerate(traced.outputs) if output.kind is OutputKind.METRIC]
+    first, second = (output_nodes(parts.forward)[position] for position in metrics)
+    assert first is not second
+
+
+def test_a_graph_is_split_without_a_look_at_torchs_compilers() -> None:
+    """Importing those takes a second, in which a fleet's first step would wait."""
+    code = """
+import sys, torch, trainmux as tm
+model = torch.nn.Linear(4, 1)
+member = tm.Member(model, torch.optim.AdamW(model.parameters()))
+fleet = tm.Fleet([member], lambda model, x: model(x).mean(), torch.ones(2, 4), device="cpu")
+fleet.step(torch.ones(2, 4))
+late = {"torch._inductor.pattern_matcher", "torch._inductor.lowering"}
+print(*late.intersection(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 class Checkpointed(nn.Module):
