@@ -512,7 +512,7 @@ def _values_in_frames(error: Exception, name: str, kind: type) -> list[Any]:
 
 
 def has_vmap_rule(op: OpOverload) -> bool:
-    """Whether ``torch.vmap`` knows the operator; without a rule it loops, and says so on stderr only.
+    """Whether ``torch.vmap`` knows the operator; without a rule it loops, and only warns.
 
     Torch registers some rules, that of the cross entropy among them, only when ``vmap`` is first called.
     """

@@ -70,6 +70,11 @@ MATMULS = [
     Sample(aten.dot.default, lambda v: (v.normal(3), v.normal(3))),
 ]
 
+
+def unsorted(boundaries: Tensor, values: Tensor) -> tuple[Any, ...]:
+    return boundaries, values, {"sorter": boundaries.argsort(), "side": "right"}
+
+
 EMBEDDINGS = [
     Sample(aten.embedding.default, lambda v: (v.normal(5, 3), v.integers(5, 2, 4))),
     Sample(aten.embedding.default, lambda v: (v.normal(5, 3), v.integers(5, 0)), "no index"),
@@ -88,6 +93,16 @@ EMBEDDINGS = [
         lambda v: (v.normal(3), v.integers(5, dtype=torch.int32), 5, -1, False),
         "one index",
     ),
+    Sample(aten.searchsorted.Tensor, lambda v: (v.normal(5).sort().values, v.normal(2, 3)), how="one call"),
+    Sample(aten.searchsorted.Tensor, lambda v: (v.normal(5).sort().values, v.normal()), "scalar"),
+    Sample(
+        aten.searchsorted.Tensor,
+        lambda v: (v.normal(2, 5).sort().values, v.normal(2, 3)),
+        "rows",
+        kwargs={"right": True, "out_int32": True},
+    ),
+    Sample(aten.searchsorted.Tensor, lambda v: unsorted(v.normal(5), v.normal(2, 3)), "sorter"),
+    Sample(aten.searchsorted.Tensor, lambda v: unsorted(v.normal(2, 5), v.normal(2, 3)), "rows, sorter"),
     *[
         Sample(
             aten.index_add.default,
@@ -375,7 +390,6 @@ LONG_TAIL = [
     Sample(aten._prelu_kernel_backward.default, lambda v: (v.normal(5, 4), v.normal(5, 4), v.normal(1, 4))),
     Sample(aten.as_strided.default, lambda v: (v.normal(4), [2], [2], 1)),
     Sample(aten.as_strided_scatter.default, lambda v: (v.normal(4), v.normal(2), [2], [2], 1)),
-    Sample(aten.searchsorted.Tensor, lambda v: (v.normal(5).sort().values, v.normal(3))),
     Sample(aten.histc.default, lambda v: (v.normal(20), 5, -2.0, 2.0)),
     Sample(aten._pdist_forward.default, lambda v: (v.normal(4, 3),)),
 ]

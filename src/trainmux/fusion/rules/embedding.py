@@ -1,4 +1,4 @@
-"""Rows picked or added by index: along each member's own rows, or through offset indices."""
+"""Rows picked, added or looked up by index: along each member's own rows, or through offset indices."""
 
 from __future__ import annotations
 
@@ -82,3 +82,25 @@ def index_add(
         alpha=alpha,
     )
     return Stacked(rows.unflatten(0, (k, size)).movedim(1, axis))
+
+
+@rule(aten.searchsorted.Tensor, how="one call")
+def searchsorted(
+    context: Context,
+    op: OpOverload,
+    boundaries: Stacked | Tensor,
+    x: Stacked | Tensor,
+    *,
+    sorter: Stacked | Tensor | None = None,
+    **kwargs: Any,
+) -> Stacked:
+    """torch.vmap hands on what members share as a view, and the kernel warns before it copies that."""
+    values = context.stack(x)
+    if not isinstance(boundaries, Stacked) and not isinstance(sorter, Stacked) and boundaries.dim() == 1:
+        return Stacked(op(boundaries, values.contiguous(), sorter=sorter, **kwargs))
+    rows = context.stack(boundaries).contiguous()
+    if rows.dim() == 2:  # one row for values of any shape
+        values = values.reshape(context.width, -1)
+    order = None if sorter is None else context.stack(sorter).contiguous()
+    found = op(rows, values.contiguous(), sorter=order, **kwargs)
+    return Stacked(found.reshape(context.width, *context.value.shape))

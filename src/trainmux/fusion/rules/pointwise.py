@@ -33,7 +33,6 @@ EXTRA = frozenset(
         aten.elu_backward.default,
         aten.softplus_backward.default,
         aten.mish_backward.default,
-        aten.log_sigmoid_backward.default,
         aten.masked_fill.Scalar,
         aten.where.self,
     }
@@ -96,6 +95,12 @@ def masked_fill(
     rank = context.value.dim()
     filled = torch.where(align(mask, rank), align(value, rank).to(context.value.dtype), align(x, rank))
     return Stacked(filled.expand(context.width, *context.value.shape))
+
+
+@rule(aten.log_sigmoid_backward.default, how="one call")
+def log_sigmoid_backward(context: Context, op: OpOverload, *args: Stacked | Tensor) -> Stacked:
+    """The kernel sizes its result by its first argument alone, and warns when that was too small."""
+    return Stacked(op(*[context.stack(value) for value in args]))
 
 
 @rule(
