@@ -126,6 +126,8 @@ def test_fleets_train_in_several_threads_as_in_one_beside_a_trace_that_fails() -
         assert scores == other_scores
 
 
+# Torch says on stderr that ``vmap`` loops, from 2.15 on in a warning.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first torch.compile of a process switches these checks off for all of it.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)

@@ -121,7 +121,8 @@ def test_the_inside_of_a_region_is_recomputed_not_saved(use_reentrant: bool | No
     assert_equals_torch(model, square_loss, X)
     parts = assert_split_recomposes(model, square_loss, X)
     assert bool(saved(parts, 16, 32)) == (use_reentrant is None)
-    assert targets(parts.backward).count(aten.tanh.default) == 1
+    if use_reentrant is not None:  # elsewhere its input or its result may be saved: they are of one size
+        assert targets(parts.backward).count(aten.tanh.default) == 1
 
 
 def test_dropout_in_a_region_draws_the_same_when_recomputed() -> None:
