@@ -153,14 +153,13 @@ class Fleet:
             joining = dict(zip(names, members, strict=True))
             owners, sums = self._owners(joining), Checksums()
             wider = widened({name: Outline(member) for name, member in joining.items()})
-            for position, (name, member) in enumerate(joining.items()):
-                plan = self._describe(member, name, position, owners, sums, wider[name])
+            for name, member in joining.items():
+                plan = self._describe(member, name, sums, wider[name]).among(owners)
                 by_key.setdefault(plan.key, []).append(plan)
             for key, (plan, *others) in list(by_key.items()):
                 if plan.wider and not others:  # padded for nobody
                     del by_key[key]
-                    member, position = plan.member, names.index(plan.name)
-                    plan = self._describe(member, plan.name, position, owners, sums)
+                    plan = self._describe(plan.member, plan.name, sums).among(owners)
                     by_key.setdefault(plan.key, []).append(plan)
             for group_plans in by_key.values():
                 self._groups += self._make_groups(group_plans)
@@ -389,11 +388,8 @@ class Fleet:
         its values are on their way to the device when this returns, behind the steps that are under way.
         """
         self._plans.runner.finish()
-        position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
-        (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
-        owners = self._owners({new_name: member}, leaving=name)
-        plan = self._describe_joining(member, new_name, position, owners)
+        plan, owners = self._describe_joining(member, leaving=name)
         if plan.key.base:
             self._find_bases(owners, leaving=name)
         if write_back:
@@ -409,8 +405,8 @@ class Fleet:
             self._place(plan)
             old = self._take_out(*self._find(name, watch), write_back)  # moved if that left the plan in use
         self._prepared.pop(member, None)
-        await_update(self._groups, new_name, self._num_steps)
-        self._names[position] = new_name
+        await_update(self._groups, plan.name, self._num_steps)
+        self._names[self._names.index(name)] = plan.name
         return old
 
     @door
@@ -421,15 +417,13 @@ class Fleet:
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
         self._plans.runner.finish()
-        (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
-        owners = self._owners({name: member})
-        plan = self._describe_joining(member, name, len(self._names), owners)
+        plan, owners = self._describe_joining(member)
         if plan.key.base:
             self._find_bases(owners)
         self._place(plan)
         self._prepared.pop(member, None)
-        await_update(self._groups, name, self._num_steps)
-        self._names.append(name)
+        await_update(self._groups, plan.name, self._num_steps)
+        self._names.append(plan.name)
 
     @door
     def prepare(self, member: Member) -> None:
@@ -443,7 +437,7 @@ class Fleet:
         if name is None:
             names_of([member])
             return  # it is named when it comes
-        ready = self._described(member, name, len(self._names), Checksums())
+        ready = self._describe(member, name, Checksums())
         if not Outline(member).ranks:  # else members that are there when it comes decide about its shape
             while len(self._prepared) >= _MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
@@ -452,9 +446,7 @@ class Fleet:
     def room_for(self, member: Member) -> Room:
         """Tell whether ``add`` would find a free slot, add slots or a group; refuses what it would refuse."""
         with plain_torch(self._config.default_dtype):
-            (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
-            owners = self._owners({name: member})
-            plan = self._describe_joining(member, name, len(self._names), owners)
+            plan, _ = self._describe_joining(member)
         same = [group for group in self._groups if group.key == plan.key and group.members]
         if any(group.free_row() is not None for group in same):
             return Room.FREE_SLOT
@@ -495,7 +487,7 @@ class Fleet:
             group, row = self._find(one)
             slot = group.slot(row)
             # Refused before any changes.
-            self._describe(slot.member, one, self._names.index(one), owners, sums, slot.wider)
+            self._describe(slot.member, one, sums, slot.wider).among(owners)
         self._find_bases(owners)
         for one in names:
             group, row = self._find(one)
@@ -509,8 +501,7 @@ class Fleet:
             group.check_export(row)
             with kept_edits(slot.member, edits):
                 group.export(row, sums)
-            position = self._names.index(one)
-            plan = self._describe(slot.member, one, position, owners, after, slot.wider)
+            plan = self._describe(slot.member, one, after, slot.wider).among(owners)
             changed.append((plan, edits))
         if self._plans.is_active and not all(self._stays(plan) for plan, _ in changed):
             self._leave_plan()
@@ -595,7 +586,7 @@ class Fleet:
 
     def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
         groups = [group for group in groups if group.members]
-        examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
+        examples = [self._feed.example_for(group.members[0][1].member) for group in groups]
         return FleetPlanner(groups, examples, self._config, device)
 
     @door
@@ -748,7 +739,7 @@ class Fleet:
 
     def _computes_alike(self, group: Group, slot: Slot) -> bool:
         """Whether a member as it is now has the graph of its group."""
-        example = self._feed.example_for(slot.member, self._names.index(slot.name))
+        example = self._feed.example_for(slot.member)
         trace = self._trace(slot, example)
         known = slot.traces.get(example.spec, trace)
         return (trace.key, trace.numbers) == (known.key, known.numbers)
@@ -765,41 +756,30 @@ class Fleet:
         )
 
     def _describe(
-        self,
-        member: Member,
-        name: str,
-        position: int,
-        owners: Owners,
-        sums: Checksums,
-        wider: Mapping[str, Shape] = MappingProxyType({}),
-    ) -> Newcomer:
-        return self._described(member, name, position, sums, wider).among(owners)
-
-    def _described(
-        self,
-        member: Member,
-        name: str,
-        position: int,
-        sums: Checksums,
-        wider: Mapping[str, Shape] = MappingProxyType({}),
+        self, member: Member, name: str, sums: Checksums, wider: Mapping[str, Shape] = MappingProxyType({})
     ) -> Newcomer:
         loss = self._loss_of(member)
-        return describe_newcomer(member, name, position, loss, self._feed, self._traces, sums, wider)
+        return describe_newcomer(member, name, loss, self._feed, self._traces, sums, wider)
 
-    def _describe_joining(self, member: Member, name: str, position: int, owners: Owners) -> Newcomer:
-        """Describe a newcomer, padded to the rank of a group that is there, if it fits there so."""
+    def _describe_joining(self, member: Member, leaving: str | None = None) -> tuple[Newcomer, Owners]:
+        """Describe a newcomer, padded to the rank of a group that is there, if it fits there so.
+
+        Returned with it are the owners of all memory once it has come.
+        """
+        (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), leaving)
+        owners = self._owners({name: member}, leaving)
         ready = self._prepared.get(member)
         if ready is not None and ready.name == name and ready.watch.is_current():
-            return ready.among(owners)
+            return ready.among(owners), owners
         outline, sums = Outline(member), Checksums()
         for group in self._groups if outline.ranks else ():
             for _, slot in group.members[:1]:
                 wider = outline.padded_to(Outline(slot.member, slot.wider))
                 if wider:
-                    plan = self._describe(member, name, position, owners, sums, wider)
+                    plan = self._describe(member, name, sums, wider).among(owners)
                     if plan.wider and plan.key.graph == group.key.graph:
-                        return plan
-        return self._describe(member, name, position, owners, sums)
+                        return plan, owners
+        return self._describe(member, name, sums).among(owners), owners
 
     def _owners(self, joining: Mapping[str, Member] | None = None, leaving: str | None = None) -> Owners:
         """Find the memory of all members but one who leaves, and of those that join."""

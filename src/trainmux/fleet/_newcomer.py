@@ -133,7 +133,6 @@ class Newcomer:
 def describe_newcomer(
     member: Member,
     name: str,
-    position: int,
     loss: LossFunction,
     feed: BatchFeed,
     traces: TraceCache,
@@ -158,7 +157,7 @@ def describe_newcomer(
             "and initialise it"
         )
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
-    example = feed.example_for(member, position)
+    example = feed.example_for(member)
     reach, trace = Reach(member.model, loss), None
     if wider and keeps_zeros(member.optimizer):
         with suppress(TrainmuxError):
