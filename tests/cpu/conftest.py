@@ -106,9 +106,9 @@ def built_once(
     builder = _build.ProgramBuilder
     step, aten_step = builder.step, builder.aten_step
 
-    def once(original: Callable[..., Any], self: Any, given: tuple[Any, ...], stacked_batch: bool) -> Any:
+    def once(original: Callable[..., Any], self: Any, *given: Any) -> Any:
         def make() -> Any:
-            built = original(self, *given, stacked_batch=stacked_batch)
+            built = original(self, *given)
             return replace(built, upgrade=None) if original is step else built
 
         config = self._config
@@ -116,17 +116,11 @@ def built_once(
         if is_patched or (original is step and config.lowering == "inductor"):
             return make()
         units = (_units.SMALL, _units.MOST_TOGETHER)
-        decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)
-        return _kept_steps.get(_program_store.step_key(given[0], *decisive), make)
+        decisive = (original.__name__, *given, self._stacked_batch, config, self._shared, units)
+        return _kept_steps.get(_program_store.step_key(self._traced, *decisive), make)
 
-    def step_once(self: Any, *given: Any, stacked_batch: bool) -> Any:
-        return once(step, self, given, stacked_batch)
-
-    def aten_step_once(self: Any, *given: Any, stacked_batch: bool) -> Any:
-        return once(aten_step, self, given, stacked_batch)
-
-    monkeypatch.setattr(builder, "step", step_once)
-    monkeypatch.setattr(builder, "aten_step", aten_step_once)
+    monkeypatch.setattr(builder, "step", lambda self, *given: once(step, self, *given))
+    monkeypatch.setattr(builder, "aten_step", lambda self, *given: once(aten_step, self, *given))
     folder = tmp_path_factory.getbasetemp() / "steps of all tests"
     monkeypatch.setattr(_program_store, "cache_folder", lambda: folder)
 

@@ -85,20 +85,25 @@ class BuiltStep:
 
 
 class ProgramBuilder:
-    """Builds the programs of one group; ``shared`` names the tensors that its members have in common."""
+    """Builds programs of a graph for members of one group.
 
-    def __init__(self, config: FleetConfig, shared: Collection[str]) -> None:
+    ``shared`` names the tensors that they have in common; ``stacked_batch`` is for one batch per member.
+    """
+
+    def __init__(
+        self, traced: TracedGraph, config: FleetConfig, shared: Collection[str], *, stacked_batch: bool
+    ) -> None:
+        self._traced = traced
         self._config = config
         self._shared = frozenset(shared)
+        self._stacked_batch = stacked_batch
+        self._cache = _kernels(config.deterministic)
 
     @_typed
-    def step(
-        self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
-    ) -> BuiltStep:
+    def step(self, width: int, settings: UpdateSettings) -> BuiltStep:
         """The step of ``width`` members."""
-        array, branches = choose_partition(traced, width, self._config)
+        array, branches = choose_partition(self._traced, width, self._config)
         lowering, on_cpu = self._config.lowering, self._config.device.type == "cpu"
-        lowered = functools.partial(self.lowered_step, traced, array, settings, stacked_batch=stacked_batch)
 
         def whole(program: StepProgram, how: str) -> StepProgram:
             notes = (_partition_text(width, array, branches), how, _precision_text(self._config))
@@ -109,74 +114,50 @@ class ProgramBuilder:
             return whole(step.program(settings), step.lowered.text())
 
         def prepare() -> tuple[Callable[[], None], Callable[[], StepProgram]]:
-            step = lowered()
-            return self._cache().fill(step.lowered.kernels), lambda: compiled(step)
+            step = self.lowered_step(array, settings)
+            return self._cache.fill(step.lowered.kernels), lambda: compiled(step)
 
-        step = None if lowering == "aten" else self._stored(traced, array, settings, stacked_batch)
-        if lowering == "inductor" or (step is not None and self._cache().has(step.lowered.kernels)):
-            step = step or lowered()
+        step = None if lowering == "aten" else self._stored(self._key(array, settings))
+        if lowering == "inductor" or (step is not None and self._cache.has(step.lowered.kernels)):
+            step = step or self.lowered_step(array, settings)
             return BuiltStep(compiled(step), step.records, step.num_nodes)
-        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
+        fused = self._fuse(array, compiles=False)
         how = "runs through ATen" + ("" if lowering == "aten" else " until its kernels are compiled")
         program = whole(self._build(fused, settings, compiles=False), how)
         upgrade = None if lowering == "aten" else Upgrade(prepare, _CPU_PATIENCE_S if on_cpu else 0.0)
         return BuiltStep(program, fused.records, len(fused.module.graph.nodes), upgrade)
 
     @_typed
-    def lowered_step(
-        self,
-        traced: TracedGraph,
-        width: int,
-        settings: UpdateSettings,
-        *,
-        stacked_batch: bool,
-        for_plan: bool = False,
-    ) -> StoredStep:
+    def lowered_step(self, width: int, settings: UpdateSettings, *, for_plan: bool = False) -> StoredStep:
         """The step of one array of ``width`` members, lowered, not compiled; from disk where it is there.
 
         In a plan other work may come between forward and backward pass: losses are there before it.
         """
-        stored = self._stored(traced, width, settings, stacked_batch, for_plan)
+        key = self._key(width, settings, for_plan)
+        stored = self._stored(key)
         if stored is not None:
             return stored
-        fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
+        fused = self._fuse(width, compiles=True)
         compare_instead_of_scatter(fused.module.graph)
         program = self._build(fused, settings, compiles=True)
         low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)
         step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
-        store(self._key(traced, width, settings, stacked_batch, for_plan), step)
+        store(key, step)
         return step
 
-    def _stored(
-        self,
-        traced: TracedGraph,
-        width: int,
-        settings: UpdateSettings,
-        stacked_batch: bool,
-        for_plan: bool = False,
-    ) -> StoredStep | None:
+    def _stored(self, key: str) -> StoredStep | None:
         """A step that was lowered before, from disk."""
-        key = self._key(traced, width, settings, stacked_batch, for_plan)
-        return load(key, self._cache(), self._config.device)
+        return load(key, self._cache, self._config.device)
 
-    def _key(
-        self,
-        traced: TracedGraph,
-        width: int,
-        settings: UpdateSettings,
-        stacked_batch: bool,
-        for_plan: bool,
-    ) -> str:
-        return step_key(traced, width, settings, stacked_batch, for_plan, self._config, self._shared)
+    def _key(self, width: int, settings: UpdateSettings, for_plan: bool = False) -> str:
+        decisive = (width, settings, self._stacked_batch, for_plan, self._config, self._shared)
+        return step_key(self._traced, *decisive)
 
     @_typed
-    def aten_step(
-        self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
-    ) -> StepProgram:
+    def aten_step(self, width: int, settings: UpdateSettings) -> StepProgram:
         """The step of one array of ``width`` members, operator by operator."""
-        fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=False)
-        return self._build(fused, settings, compiles=False)
+        return self._build(self._fuse(width, compiles=False), settings, compiles=False)
 
     def _build(self, fused: FusedGraph, settings: UpdateSettings, *, compiles: bool) -> StepProgram:
         return build_step(
@@ -188,57 +169,43 @@ class ProgramBuilder:
 
     def compile(self, steps: Iterable[StoredStep]) -> None:
         """Compile the kernels of lowered steps in parallel, those of the first while the next is lowered."""
-        self._cache().compile_batches(step.lowered.kernels for step in steps)
+        self._cache.compile_batches(step.lowered.kernels for step in steps)
 
     @_typed
-    def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
+    def forward(self, width: int) -> ForwardProgram:
         """Metrics of ``width`` members."""
-        array, branches = choose_partition(traced, width, self._config)
-        program = self._forward(traced, array, stacked_batch, build_forward)
-        return in_sub_arrays(program, width // array, branches)
+        array, branches = choose_partition(self._traced, width, self._config)
+        return in_sub_arrays(self._forward(array, build_forward), width // array, branches)
 
     @_typed
-    def planned_forward(
-        self, traced: TracedGraph, width: int, carried: UpdateSettings | None, *, stacked_batch: bool
-    ) -> ForwardProgram:
+    def planned_forward(self, width: int, carried: UpdateSettings | None) -> ForwardProgram:
         """Metrics of one array of ``width`` members, to be run by a plan."""
-        return self._forward(
-            traced, width, stacked_batch, lambda fused: build_planned_forward(fused, carried)
-        )
+        return self._forward(width, lambda fused: build_planned_forward(fused, carried))
 
-    def _forward(
-        self,
-        traced: TracedGraph,
-        width: int,
-        stacked_batch: bool,
-        build: Callable[[FusedGraph], ForwardProgram],
-    ) -> ForwardProgram:
+    def _forward(self, width: int, build: Callable[[FusedGraph], ForwardProgram]) -> ForwardProgram:
         """Build a forward pass, compiled where the fleet waits for compiled kernels."""
         compiles = self._config.lowering == "inductor"
-        program = build(self._fuse(traced, width, stacked_batch=stacked_batch, compiles=compiles))
+        program = build(self._fuse(width, compiles=compiles))
         if not compiles:
             return program
         low = self._lower(program.module)
-        self._cache().compile(low.kernels)
+        self._cache.compile(low.kernels)
         return replace(program, module=low.module)
-
-    def _cache(self) -> KernelCache:
-        return _kernels(self._config.deterministic)
 
     def _lower(self, module: torch.nn.Module, *, keeps_results: bool = False) -> Lowered:
         assert isinstance(module, fx.GraphModule)
-        return lower(module, self._cache(), keeps_results=keeps_results)
+        return lower(module, self._cache, keeps_results=keeps_results)
 
-    def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool, compiles: bool) -> FusedGraph:
+    def _fuse(self, width: int, *, compiles: bool) -> FusedGraph:
         batched, strides = [], {}
-        for position, item in enumerate(traced.inputs):
+        for position, item in enumerate(self._traced.inputs):
             is_own = item.kind is not InputKind.TANGENT and item.name not in self._shared
-            batched.append(stacked_batch if item.kind is InputKind.BATCH else is_own)
+            batched.append(self._stacked_batch if item.kind is InputKind.BATCH else is_own)
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 dtype = getattr(torch, item.dtype.removeprefix("torch."))
                 strides[position] = stacked_strides(item.shape, dtype, self._config.device)
         patterns = decompositions() if compiles else None
-        return fuse(traced, width, batched, strides=strides, decompositions=patterns)
+        return fuse(self._traced, width, batched, strides=strides, decompositions=patterns)
 
 
 def _partition_text(width: int, array: int, branches: int) -> str:

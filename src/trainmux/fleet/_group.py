@@ -577,9 +577,9 @@ class Group:
             carries_state=carries_state,
         )
 
-    def builder(self) -> ProgramBuilder:
-        """Builds the group's programs."""
-        return ProgramBuilder(self.config, self.state.shared)
+    def builder(self, traced: TracedGraph, *, stacked_batch: bool) -> ProgramBuilder:
+        """Builds programs of one of the group's graphs."""
+        return ProgramBuilder(traced, self.config, self.state.shared, stacked_batch=stacked_batch)
 
     def prepare(self, trace: GroupTrace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
         """Find or build the program for a batch like the one that was traced.
@@ -590,8 +590,8 @@ class Group:
         key = ("step", trace.key, self.variant(applies=applies), stacked_batch, *self._form())
 
         def build() -> StepProgram:
-            settings = self.settings(applies=applies)
-            built = self.builder().step(trace.graph, self.width, settings, stacked_batch=stacked_batch)
+            builder = self.builder(trace.graph, stacked_batch=stacked_batch)
+            built = builder.step(self.width, self.settings(applies=applies))
             self.records, self.num_nodes = built.records, built.num_nodes
             if built.upgrade is not None:
                 self.programs.expect(key, built.upgrade)
@@ -605,7 +605,7 @@ class Group:
         """Find or build the program that computes metrics of all members, ``[width]`` each."""
         return self.programs.get(
             ("evaluate", trace.key, spec, stacked_batch, *self._form()),
-            lambda: self.builder().forward(trace.graph, self.width, stacked_batch=stacked_batch),
+            lambda: self.builder(trace.graph, stacked_batch=stacked_batch).forward(self.width),
         )
 
     def _form(self) -> tuple[Hashable, ...]:
@@ -633,10 +633,10 @@ class Group:
         """
         settings = self.settings(applies=applies, carries_state=carries_state)
         stacked = self.stacked_batch if stacked_batch is None else stacked_batch
-        graph, builder = self.traced if traced is None else traced, self.builder()
+        builder = self.builder(traced or self.traced, stacked_batch=stacked)
         if kernels == "aten":
-            return builder.aten_step(graph, width, settings, stacked_batch=stacked)
-        step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
+            return builder.aten_step(width, settings)
+        step = builder.lowered_step(width, settings, for_plan=True)
         if kernels == "compiled":
             builder.compile([step])
         return step.program(settings)

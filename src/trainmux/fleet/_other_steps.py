@@ -72,8 +72,8 @@ def other_programs(
             width = branch_width(group.width, num_branches)
             if applies is None:
                 # What it does not touch is among its arguments, too, where it carries the optimizers' state.
-                carried, builder = group.usual if carries_state else None, group.builder()
-                steps.append(builder.planned_forward(traced, width, carried, stacked_batch=stacked))
+                carried = group.usual if carries_state else None
+                steps.append(group.builder(traced, stacked_batch=stacked).planned_forward(width, carried))
             else:
                 made_of = kernels if traced is group.traced else "aten"
                 options = {"stacked_batch": stacked, "applies": applies, "carries_state": carries_state}

@@ -324,11 +324,9 @@ class FleetPlanner:
         for index, group in enumerate(self._groups):
             widths = _widths(search, index)
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
-            settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
-            lower = partial(
-                builder.lowered_step, group.traced, settings=settings, stacked_batch=stacked, for_plan=True
-            )
-            builder.compile(lower(width=width) for width in sorted(widths, reverse=True))
+            builder = group.builder(group.traced, stacked_batch=group.stacked_batch)
+            lower = partial(builder.lowered_step, settings=group.settings(), for_plan=True)
+            builder.compile(lower(width) for width in sorted(widths, reverse=True))
         self._tell("compiling", len(self._groups), len(self._groups), "all kernels")
 
     # ---- profiles ----------------------------------------------------------------------------------
