@@ -18,7 +18,6 @@ from trainmux.fleet._slots import Slot
 from trainmux.fleet._watch import QuickLook
 from trainmux.runtime import process_lock
 from trainmux.tracing import (
-    BatchSpec,
     FlatBatch,
     LossFunction,
     Number,
@@ -190,40 +189,29 @@ class TraceCache:
         if found is not None:
             return found
         with process_lock:  # members may be prepared by another thread
-            return self._traces.get(key) or self._made(key, name, model, fn, batch, trace, reach)
+            if key in self._traces:
+                return self._traces[key]
+            outline, numbers = reach.apart_from_numbers()
+            family = self._families.get((purpose, outline, batch.spec), _Family())
 
-    def _made(
-        self,
-        key: tuple[Hashable, Hashable, BatchSpec],
-        name: str,
-        model: nn.Module,
-        fn: LossFunction,
-        batch: FlatBatch,
-        trace: Tracer,
-        reach: Reach,
-    ) -> Trace:
-        purpose = key[0]
-        outline, numbers = reach.apart_from_numbers()
-        family = self._families.get((purpose, outline, batch.spec), _Family())
+            def traced(code: LossFunction) -> TracedGraph:
+                return trace(model, code, batch, self._settings)
 
-        def traced(code: LossFunction) -> TracedGraph:
-            return trace(model, code, batch, self._settings)
-
-        try:
-            found = family.found(numbers) or family.followed(numbers, traced, fn, reach)
-            if found is None:
-                graph = traced(fn)
-                structure = structure_of(graph)
-                known = self._graphs.setdefault(structure.key, graph)
-                found = Trace(known, structure.key, structure.numbers)
-                family.note(found, numbers)
-        except TrainmuxError as error:
-            error.add_note(f"while tracing member {name!r}")
-            raise
-        # The spec may be another one by now: of a batch whose text is read.
-        self._families[purpose, outline, batch.spec] = family
-        self._traces[key] = found
-        for kept in (self._families, self._traces):
-            while len(kept) > _MAX_TRACES:
-                kept.popitem(last=False)
-        return found
+            try:
+                found = family.found(numbers) or family.followed(numbers, traced, fn, reach)
+                if found is None:
+                    graph = traced(fn)
+                    structure = structure_of(graph)
+                    known = self._graphs.setdefault(structure.key, graph)
+                    found = Trace(known, structure.key, structure.numbers)
+                    family.note(found, numbers)
+            except TrainmuxError as error:
+                error.add_note(f"while tracing member {name!r}")
+                raise
+            # The spec may be another one by now: of a batch whose text is read.
+            self._families[purpose, outline, batch.spec] = family
+            self._traces[key] = found
+            for kept in (self._families, self._traces):
+                while len(kept) > _MAX_TRACES:
+                    kept.popitem(last=False)
+            return found

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, fx, nn
 from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
-from trainmux.tracing._batch import FlatBatch
+from trainmux.tracing._batch import FlatBatch, Text
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._effects import (
     Change,
@@ -144,7 +145,8 @@ def trace_joint(
     where it would not compute the same.
     """
     with process_lock:
-        return _trace_wider(model, loss_fn, batch, settings, wider, training=True)
+        trace = partial(_trace, model, loss_fn, batch, settings, training=True)
+        return _trace_wider(batch.text, trace, wider)
 
 
 def trace_forward(
@@ -165,22 +167,19 @@ def trace_forward(
                 "eval() gives the model other parameters or buffers; expected the same ones in both modes: "
                 "keep what it needs for evaluation in a plain attribute, or compute it in forward"
             )
-        return _trace_wider(model, metric_fn, batch, settings, wider, training=False)
+        trace = partial(_trace, model, metric_fn, batch, settings, training=False)
+        return _trace_wider(batch.text, trace, wider)
 
 
-def _trace_wider(
-    model: nn.Module,
-    fn: LossFunction,
-    batch: FlatBatch,
-    settings: TraceSettings,
-    wider: Mapping[str, Shape],
-    *,
-    training: bool,
-) -> TracedGraph:
+_Trace = Callable[[Mapping[str, Shape]], TracedGraph]
+"""Traces for parameters of these shapes, if they are wider than their own."""
+
+
+def _trace_wider(text: Text, trace: _Trace, wider: Mapping[str, Shape]) -> TracedGraph:
     """Trace for parameters padded with zeros, and refuse what then computes something else."""
-    traced = _trace_as_read(model, fn, batch, settings, wider, training=training)
+    traced = _trace_as_read(text, trace, wider)
     if wider:
-        own = _trace_as_read(model, fn, batch, settings, {}, training=training)
+        own = _trace_as_read(text, trace, {})
         kinds = [output.kind for output in traced.outputs]
         if own.outputs != traced.outputs or not extends_by_zeros(own.module, traced.module, kinds):
             raise TraceError(
@@ -190,29 +189,20 @@ def _trace_wider(
     return traced
 
 
-def _trace_as_read(
-    model: nn.Module,
-    fn: LossFunction,
-    batch: FlatBatch,
-    settings: TraceSettings,
-    wider: Mapping[str, Shape],
-    *,
-    training: bool,
-) -> TracedGraph:
+def _trace_as_read(text: Text, trace: _Trace, wider: Mapping[str, Shape]) -> TracedGraph:
     """Trace for any text in the batch or, if the code reads it, for its own text; with typed errors."""
 
-    def trace() -> TracedGraph:
+    def typed() -> TracedGraph:
         try:
-            return _trace(model, fn, batch, settings, wider, training)
+            return trace(wider)
         except TrainmuxError:
             raise
         except Exception as error:
             raise _trace_error(error) from error
 
-    text = batch.text
     text.was_hidden = text.was_noted = False
     try:
-        traced = trace()
+        traced = typed()
     except TrainmuxError:
         if text.is_read or not text.was_hidden:
             raise
@@ -222,7 +212,7 @@ def _trace_as_read(
     # Not every use is noted: where C wants a string, it just fails.
     text.is_read = True
     try:
-        return trace()
+        return typed()
     except TrainmuxError:
         text.is_read = False
         raise
@@ -234,6 +224,7 @@ def _trace(
     batch: FlatBatch,
     settings: TraceSettings,
     wider: Mapping[str, Shape],
+    *,
     training: bool,
 ) -> TracedGraph:
     call = _Call(model, fn, batch, settings, training)
