@@ -18,7 +18,7 @@ import functools
 import hashlib
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,9 +40,8 @@ from trainmux.fusion.optimizers._symbols import (
     is_on_host,
     leaves_of,
     recorded,
-    tensor_value,
 )
-from trainmux.fusion.optimizers._values import Computed, Ref, Values, host_parts
+from trainmux.fusion.optimizers._values import Computed, Evaluation, Ref, Values, host_parts
 from trainmux.tracing import (
     FakeTensorMode,
     functionalized,
@@ -63,7 +62,6 @@ _HOOKS = (
     "param_groups",
     "defaults",
 )
-_OTHER = "other "
 _ONE_MORE = (("add", ("steps",), 1), ("add", 1, ("steps",)))
 
 
@@ -203,11 +201,11 @@ class _Entries(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _StepRun:
-    """One recorded run of ``step``: its graph, and which node is what."""
+    """One recorded run of ``step``: its graph, and which node is what, for each copy of the parameter."""
 
     graph: fx.Graph
-    inputs: dict[str, fx.Node]
-    nodes: dict[str, fx.Node]
+    inputs: list[dict[str, fx.Node]]
+    nodes: list[dict[str, fx.Node]]
     created: dict[str, fx.Node]
     state: dict[str, Any]
     order: list[str]
@@ -269,7 +267,7 @@ class _StandIn:
         """
         carried = [entry for entry in entries or () if entry.kind != "constant"]
         held = [entry for entry in carried if not _is_host_count(entry)]
-        results: dict[str, Any] = {}
+        results: list[dict[str, Any]] = []
         created: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         types: dict[str, type] = {}
@@ -300,12 +298,11 @@ class _StandIn:
                 self._step(self._optimizer)
             self._check_groups(settings)
             for index, param in enumerate(params):
-                prefix = "" if index == 0 else f"{_OTHER}{index} "
-                results[f"{prefix}param"] = param
+                results.append({"param": param})
                 found = self._optimizer.state.get(param, {})
                 for name, value in found.items():
                     if isinstance(value, Tensor):
-                        results[f"{prefix}state {name}"] = value
+                        results[index][f"state {name}"] = value
                     elif index == 0:
                         plain[name] = value
                 if index == 0:
@@ -314,29 +311,28 @@ class _StandIn:
                     order.extend(found)
             if any(not isinstance(key, Tensor) or not _is_in(key, params) for key in self._optimizer.state):
                 raise UnresolvedError("it keeps state that belongs to no parameter")
-            return [*results.values(), *created.values(), *recording.reads]
+            new = [value for each in results for value in each.values()]
+            return [*new, *created.values(), *recording.reads]
 
-        examples, names = [], []
-        for index in range(copies):
-            prefix = "" if index == 0 else f"{_OTHER}{index} "
-            names += [f"{prefix}param", f"{prefix}grad", *(f"{prefix}state {entry.name}" for entry in held)]
+        names = ["param", "grad", *(f"state {entry.name}" for entry in held)]
+        examples = []
+        for _ in range(copies):
             examples += [torch.empty_like(example), torch.empty_like(example)]
             for entry in held:
                 device = "cpu" if entry.on_host else example.device
                 dtype = torch.float64 if entry.kind == "number" else entry.dtype or example.dtype
                 examples.append(torch.empty(entry.shape, dtype=dtype, device=device))
         module = make_fx(functionalized(step))(*examples)
-        found = output_nodes(module)
-        ends = len(results), len(results) + len(created)
+        inputs, found = iter(module.graph.find_nodes(op="placeholder")), iter(output_nodes(module))
         return _StepRun(
             module.graph,
-            dict(zip(names, module.graph.find_nodes(op="placeholder"), strict=True)),
-            dict(zip(results, found, strict=False)),
-            dict(zip(created, found[ends[0] :], strict=False)),
+            [dict(zip(names, inputs, strict=False)) for _ in range(copies)],
+            [dict(zip(each, found, strict=False)) for each in results],
+            dict(zip(created, found, strict=False)),
             plain,
             order,
             types,
-            found[ends[1] :],
+            list(found),
             recording,
         )
 
@@ -575,7 +571,7 @@ class TracedUpdate:
                 if entry.kind == "count":
                     dtype = entry.dtype or param.dtype
                     leaves[f"count {entry.name}"] = given.get(("steps",), number_of(0.0)).to(dtype)
-            found = _results(kind.values, tree, leaves, number_of, {})
+            found = _results(tree, Evaluation(kind.values, leaves, number_of))
             return [found["param"], *(found[f"state {name}"] for name in names)]
 
         results = torch.vmap(member, randomness="error")(param, grad, [state[name] for name in names], fed)
@@ -624,7 +620,7 @@ class TracedUpdate:
 
         with torch.no_grad():
             leaf = _Leaf(tuple(kind.initial.items()))
-            found = _results(kind.values, leaf, {"param": param.detach()}, number_of, {})
+            found = _results(leaf, Evaluation(kind.values, {"param": param.detach()}, number_of))
         return {e.name: found.get(e.name, 0.0) for e in kind.entries if e.kind in ("tensor", "number")}
 
 
@@ -632,36 +628,15 @@ def _wide(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
-def _results(
-    values: Values,
-    tree: _Tree,
-    leaves: Mapping[str, Tensor],
-    number_of: Callable[[Expression], Tensor],
-    known: dict[int, Any],
-) -> dict[str, Tensor]:
+def _results(tree: _Tree, member: Evaluation) -> dict[str, Tensor]:
     """New values of one member, of both sides where a decision is not the same for all."""
-
-    def scalar(expression: Expression) -> Tensor:
-        if isinstance(expression, tuple) and expression[0] == "read":
-            found: Tensor = known[expression[1]]
-            return found.reshape(()).to(number_of(0.0).dtype)
-        return number_of(expression)
-
-    def result(operand: Any) -> Tensor:
-        if isinstance(operand, Ref):
-            found: Tensor = known[operand.number]
-            return found
-        return tensor_value(operand.expression if isinstance(operand, Computed) else operand, scalar)
-
     assert not isinstance(tree, _Failure)
     if isinstance(tree, _Leaf):
         outputs = dict(tree.outputs)
-        values.evaluate(values.reached(list(outputs.values())), leaves, number_of, known)
-        return {role: result(operand) for role, operand in outputs.items()}
-    values.evaluate(values.reached([Computed(tree.guard)]), leaves, number_of, known)
-    outcome = tensor_value(tree.guard, scalar) > 0
-    sides = [_results(values, side, leaves, number_of, known) for side in (tree.then, tree.otherwise)]
-    return {role: torch.where(outcome, then, sides[1][role]) for role, then in sides[0].items()}
+        return dict(zip(outputs, member(list(outputs.values())), strict=True))
+    (decided,) = member([Computed(tree.guard)])
+    sides = [_results(side, member) for side in (tree.then, tree.otherwise)]
+    return {role: torch.where(decided > 0, then, sides[1][role]) for role, then in sides[0].items()}
 
 
 # ---- from runs to a tree -----------------------------------------------------------------------------------
@@ -722,38 +697,38 @@ class _UpdateTracer:
                 given[node] = self.values.leaf(f"{role} {entry.name}", node.meta["val"], self.shape)
         return self.read(first, given, entries)
 
-    def inputs(self, run: _StepRun, entries: Sequence[StateEntry], prefix: str = "") -> dict[fx.Node, int]:
-        """The numbers of a run's inputs, named as if the parameter with this prefix were the only one."""
+    def inputs(self, run: _StepRun, entries: Sequence[StateEntry], own: int = 0) -> dict[fx.Node, int]:
+        """The numbers of a run's inputs, named as if the copy ``own`` of the parameter were the only one."""
         counts = {f"state {e.name}": f"count {e.name}" for e in entries if e.kind == "count"}
-        found = {}
-        for name, node in run.inputs.items():
-            if name.startswith(prefix) and not (prefix == "" and name.startswith(_OTHER)):
-                own = name.removeprefix(prefix)
-                role = counts.get(own, own)
-            else:
-                role = f"another parameter's {name}"
-            found[node] = self.values.leaf(role, node.meta["val"], self.shape)
-        return found
+        return {
+            node: self.values.leaf(
+                counts.get(name, name) if number == own else f"copy {number}'s {name}",
+                node.meta["val"],
+                self.shape,
+            )
+            for number, named in enumerate(run.inputs)
+            for name, node in named.items()
+        }
+
+    def operands(
+        self, run: _StepRun, given: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
+    ) -> Callable[[Any], Any]:
+        """Number what nodes of a run need, and what it reads; the result turns nodes into operands."""
+        wanted, symbols = [*nodes, *run.reads], run.recording.symbols
+        return self.values.take(run.graph, wanted, given, symbols, run.reads, self.shape)
 
     def read(
-        self, run: _StepRun, given: Mapping[fx.Node, int], entries: Sequence[StateEntry], prefix: str = ""
+        self, run: _StepRun, given: Mapping[fx.Node, int], entries: Sequence[StateEntry], own: int = 0
     ) -> tuple[list[Expression], _Tree]:
-        """The decisions of a run, and its new values as operands."""
-        nodes = {
-            name.removeprefix(prefix): node
-            for name, node in run.nodes.items()
-            if name.startswith(prefix) and not (prefix == "" and name.startswith(_OTHER))
-        }
-        recording = run.recording
-        operand = self.values.take(
-            run.graph, [*nodes.values(), *run.reads], given, recording.symbols, run.reads, self.shape
-        )
+        """The decisions of a run, and the new values of one copy of the parameter as operands."""
+        nodes = run.nodes[own]
+        operand = self.operands(run, given, nodes.values())
         names = {name.removeprefix("state ") for name in nodes if name != "param"} | set(run.state)
         if not names <= {entry.name for entry in entries}:
             raise ForkedError(
                 f"its state has further entries {sorted(names)} where decisions are taken otherwise"
             )
-        guards = [operand(condition).expression for condition, _ in recording.decisions]
+        guards = [operand(condition).expression for condition, _ in run.recording.decisions]
         outputs = {"param": operand(nodes["param"])}
         for entry in entries:
             if entry.name not in run.state and f"state {entry.name}" not in nodes:
@@ -778,41 +753,89 @@ class _UpdateTracer:
         if entry.example is not None:
             expression = after.expression if isinstance(after, Symbol) else None
         else:
-            node = run.nodes[f"state {entry.name}"]
-            given = self.inputs(run, entries)
-            operand = self.values.take(
-                run.graph, [node, *run.reads], given, run.recording.symbols, run.reads, self.shape
-            )
+            node = run.nodes[0][f"state {entry.name}"]
+            operand = self.operands(run, self.inputs(run, entries), [node])
             expression = self.values.known_to_host(operand(node).number)
         return expression in _ONE_MORE
+
+    def any_run(self, entries: Sequence[StateEntry] | None, copies: int = 1) -> _StepRun:
+        """Record a run on whichever side of its decisions there is no error."""
+        most, run = copies * MAX_DECISIONS, functools.partial(self._stand_in.run, self.example, entries)
+        try:
+            return run(self._stand_in.recording((), 1, most), copies=copies)
+        except (PinnedError, ForkedError, KeyError):
+            raise
+        except Exception:
+            return run(self._stand_in.recording((False,) * most, 1, most), copies=copies)
+
+    def fits(
+        self,
+        first: _StepRun | None,
+        later: _StepRun,
+        entries: Sequence[StateEntry],
+        others: Sequence[StateEntry],
+    ) -> bool:
+        """Whether state is like that of parameters of another shape."""
+        if [(e.name, e.shape, e.dtype) for e in entries] != [(e.name, e.shape, e.dtype) for e in others]:
+            return False
+        return first is not None and all(
+            self.counts_on(later, mine, entries) if other.kind == "count" else mine.kind == other.kind
+            for mine, other in zip(entries, others, strict=True)
+            if mine.kind == "count" or other.kind == "count"
+        )
+
+    def initial(self, run: _StepRun, entries: Sequence[StateEntry]) -> dict[str, Any]:
+        """Operands of the state that a first step makes of parameter and settings; none where it needs more."""
+        nodes = {name: node.all_input_nodes[0] for name, node in run.created.items()}
+        operand = self.operands(run, self.inputs(run, entries), nodes.values())
+        if any(e.kind == "number" or (e.kind == "tensor" and e.name not in nodes) for e in entries):
+            return {}
+        found = {entry.name: operand(nodes[entry.name]) for entry in entries if entry.kind == "tensor"}
+        reached = (self.values.found[number] for number in self.values.reached(list(found.values())))
+        if any(value.target == "leaf" and value.args[0] != "param" for value in reached):
+            return {}
+        return found
+
+    def check_alone(self, entries: Sequence[StateEntry], tree: _Tree) -> None:
+        """Refuse an update that is another one where the optimizer holds more parameters."""
+        run = self.any_run(entries, copies=3)
+        side = all(outcome for _, outcome in run.recording.decisions)
+        while isinstance(tree, _Branch):
+            tree = tree.then if side else tree.otherwise
+        alone = dict(tree.outputs) if isinstance(tree, _Leaf) else {}
+        for number in range(3):
+            _, leaf = self.read(run, self.inputs(run, entries, number), entries, number)
+            own = dict(leaf.outputs) if isinstance(leaf, _Leaf) else {}
+            if any(own[role] != operand for role, operand in alone.items() if isinstance(operand, Ref)):
+                raise UnresolvedError("the update of a parameter depends on the other parameters")
 
 
 def _trace(
     stand_in: _StandIn, example: Tensor, existing: Mapping[str, Any] | None, others: Sequence[_ShapeUpdate]
 ) -> _ShapeUpdate:
     """Trace the update of parameters like ``example``; one of ``others`` may do for them as well."""
-    shape = tuple(example.shape)
+    tracer = _UpdateTracer(stand_in, example, Values())
+    shape = tracer.shape
     first: _StepRun | None = None
     try:
-        first = _any_run(stand_in, example, None)
+        first = tracer.any_run(None)
         entries = _entries(first, example)
     except KeyError:
         if not existing:
             raise
         entries = _existing_entries(existing, example)
-    later = _any_run(stand_in, example, entries)
+    later = tracer.any_run(entries)
     for other in others:
         same = tuple(replace(e, shape=shape if e.shape == other.shape else e.shape) for e in other.entries)
-        tracer = _UpdateTracer(stand_in, example, other.values)
-        if _fits(first, later, tracer, entries, same) and tracer.paths(first, later, same) == other.paths:
+        like = _UpdateTracer(stand_in, example, other.values)
+        if like.fits(first, later, entries, same) and like.paths(first, later, same) == other.paths:
             return replace(other, entries=same, shape=shape)
-    tracer = _UpdateTracer(stand_in, example, Values())
     entries = tuple(
         _no_count(entry) if entry.kind == "count" and not tracer.counts_on(later, entry, entries) else entry
         for entry in entries
     )
     if any(entry.kind == "number" for entry in entries):
-        later = _any_run(stand_in, example, entries)
+        later = tracer.any_run(entries)
     tree = tracer.tree(entries, first=False)
     if not others:
         # What is neither input nor symbol, but not the same again, was frozen: a count in an attribute, or a
@@ -821,11 +844,11 @@ def _trace(
             raise UnresolvedError("a number that changes from step to step is not in its settings or state")
         if first is not None:
             tracer.tree(entries, first=True)  # leaves the same state on every path, or raises
-        _check_alone(stand_in, tracer, example, entries, tree)
+        tracer.check_alone(entries, tree)
     paths = tracer.paths(first, later, entries)
     initial: dict[str, Any] = {}
     if first is not None:
-        initial = _initial(first, tracer, entries)
+        initial = tracer.initial(first, entries)
         tensors = [entry for entry in entries if entry.kind in ("tensor", "number")]
         if len(initial) < len(tensors) or tracer.continued(first, entries) != paths[-1]:
             initial = {}
@@ -833,52 +856,6 @@ def _trace(
     alike = all(entry.shape in (shape, ()) for entry in entries)
     is_elementwise = alike and tracer.values.is_elementwise(_operands(tree))
     return _ShapeUpdate(shape, entries, tracer.values, tree, initial, paths, is_elementwise, first is None)
-
-
-def _fits(
-    first: _StepRun | None,
-    later: _StepRun,
-    tracer: _UpdateTracer,
-    entries: Sequence[StateEntry],
-    others: Sequence[StateEntry],
-) -> bool:
-    """Whether state is like that of parameters of another shape."""
-    if [(e.name, e.shape, e.dtype) for e in entries] != [(e.name, e.shape, e.dtype) for e in others]:
-        return False
-    return first is not None and all(
-        tracer.counts_on(later, mine, entries) if other.kind == "count" else mine.kind == other.kind
-        for mine, other in zip(entries, others, strict=True)
-        if mine.kind == "count" or other.kind == "count"
-    )
-
-
-def _initial(run: _StepRun, tracer: _UpdateTracer, entries: Sequence[StateEntry]) -> dict[str, Any]:
-    """Operands of the state that a first step makes of parameter and settings; empty where it needs more."""
-    nodes = {name: node.all_input_nodes[0] for name, node in run.created.items()}
-    values, given = tracer.values, tracer.inputs(run, entries)
-    operand = values.take(
-        run.graph, [*nodes.values(), *run.reads], given, run.recording.symbols, run.reads, tracer.shape
-    )
-    if any(e.kind == "number" or (e.kind == "tensor" and e.name not in nodes) for e in entries):
-        return {}
-    found = {entry.name: operand(nodes[entry.name]) for entry in entries if entry.kind == "tensor"}
-    reached = (values.found[number] for number in values.reached(list(found.values())))
-    if any(value.target == "leaf" and value.args[0] != "param" for value in reached):
-        return {}
-    return found
-
-
-def _any_run(
-    stand_in: _StandIn, example: Tensor, entries: Sequence[StateEntry] | None, copies: int = 1
-) -> _StepRun:
-    """Record a run on whichever side of its decisions there is no error."""
-    most = copies * MAX_DECISIONS
-    try:
-        return stand_in.run(example, entries, stand_in.recording((), 1, most), copies=copies)
-    except (PinnedError, ForkedError, KeyError):
-        raise
-    except Exception:
-        return stand_in.run(example, entries, stand_in.recording((False,) * most, 1, most), copies=copies)
 
 
 def _entries(first: _StepRun, example: Tensor) -> tuple[StateEntry, ...]:
@@ -890,7 +867,7 @@ def _entries(first: _StepRun, example: Tensor) -> tuple[StateEntry, ...]:
             is_count = isinstance(value, Symbol) and value.expression in _ONE_MORE
             found.append(_plain_entry(name, first.types[name](0) if is_count else value))
             continue
-        value = first.nodes[f"state {name}"].meta["val"]
+        value = first.nodes[0][f"state {name}"].meta["val"]
         found.append(_tensor_entry(name, value, example))
     return tuple(found)
 
@@ -922,22 +899,6 @@ def _tensor_entry(name: str, value: Tensor, example: Tensor) -> StateEntry:
 def _no_count(entry: StateEntry) -> StateEntry:
     kind = "tensor" if entry.example is None else "number"
     return StateEntry(entry.name, kind, entry.shape, entry.dtype, entry.example, entry.on_host)
-
-
-def _check_alone(
-    stand_in: _StandIn, tracer: _UpdateTracer, example: Tensor, entries: Sequence[StateEntry], tree: _Tree
-) -> None:
-    """Refuse an update that is another one where the optimizer holds more parameters."""
-    run = _any_run(stand_in, example, entries, copies=3)
-    side = all(outcome for _, outcome in run.recording.decisions)
-    while isinstance(tree, _Branch):
-        tree = tree.then if side else tree.otherwise
-    alone = dict(tree.outputs) if isinstance(tree, _Leaf) else {}
-    for prefix in ("", f"{_OTHER}1 ", f"{_OTHER}2 "):
-        _, leaf = tracer.read(run, tracer.inputs(run, entries, prefix), entries, prefix)
-        own = dict(leaf.outputs) if isinstance(leaf, _Leaf) else {}
-        if any(own[role] != operand for role, operand in alone.items() if isinstance(operand, Ref)):
-            raise UnresolvedError("the update of a parameter depends on the other parameters")
 
 
 _KNOWN: OrderedDict[Any, list[TracedUpdate]] = OrderedDict()

@@ -205,47 +205,56 @@ class Values:
             return None if count is None else ("add", count, value.args[1])
         return None
 
-    def evaluate(
-        self,
-        numbers: Sequence[int],
-        leaves: Mapping[str, Tensor],
-        number_of: Callable[[Expression], Tensor],
-        known: dict[int, Any],
-    ) -> None:
-        """Compute values of one member into ``known``; ``number_of`` gives what the host knows."""
 
-        def scalar(expression: Expression) -> Tensor:
-            if isinstance(expression, tuple) and expression[0] == "read":
-                found: Tensor = known[expression[1]]
-                return found.reshape(()).to(number_of(0.0).dtype)
-            return number_of(expression)
+class Evaluation:
+    """Computes values of one member from its ``leaves``; ``number_of`` gives what the host knows."""
+
+    def __init__(
+        self, values: Values, leaves: Mapping[str, Tensor], number_of: Callable[[Expression], Tensor]
+    ) -> None:
+        self._values = values
+        self._leaves = leaves
+        self._number_of = number_of
+        self._known: dict[int, Tensor] = {}
+
+    def __call__(self, operands: Sequence[Any]) -> list[Tensor]:
+        """Compute operands, and all that they need, each once."""
+        for number in self._values.reached(operands):
+            if number not in self._known:
+                self._known[number] = self._computed(self._values.found[number])
+        return [
+            self._known[item.number]
+            if isinstance(item, Ref)
+            else tensor_value(item.expression if isinstance(item, Computed) else item, self._scalar)
+            for item in operands
+        ]
+
+    def _scalar(self, expression: Expression) -> Tensor:
+        if isinstance(expression, tuple) and expression[0] == "read":
+            return self._known[expression[1]].reshape(()).to(self._number_of(0.0).dtype)
+        return self._number_of(expression)
+
+    def _computed(self, value: Value) -> Any:
+        if value.target == "leaf":
+            return self._leaves[value.args[0]]
+        given: list[Tensor] = []
 
         def operand(item: Any) -> Any:
             if isinstance(item, Ref):
-                return known[item.number]
+                return self._known[item.number]
             if not isinstance(item, Computed):
                 return item
-            given.append(tensor_value(item.expression, scalar))
+            given.append(tensor_value(item.expression, self._scalar))
             return given[-1]
 
-        given: list[Tensor] = []
-        for number in numbers:
-            if number in known:
-                continue
-            value = self.found[number]
-            if value.target == "leaf":
-                known[number] = leaves[value.args[0]]
-                continue
-            given.clear()
-            args, kwargs = pytree.tree_map(operand, (value.args, dict(value.kwargs)), is_leaf=_is_item)
-            if given:
-                known[number] = _with_numbers(value, args, kwargs, given, number_of)
-            elif value.name == "aten::copy":
-                known[number] = args[1].to(value.dtype).expand_as(args[0])
-            else:
-                if not any(True for _ in value.operands(Ref)):
-                    kwargs["device"] = number_of(0.0).device
-                known[number] = value.target(*args, **kwargs)
+        args, kwargs = pytree.tree_map(operand, (value.args, dict(value.kwargs)), is_leaf=_is_item)
+        if given:
+            return _with_numbers(value, args, kwargs, given, self._number_of)
+        if value.name == "aten::copy":
+            return args[1].to(value.dtype).expand_as(args[0])
+        if not any(True for _ in value.operands(Ref)):
+            kwargs["device"] = self._number_of(0.0).device
+        return value.target(*args, **kwargs)
 
 
 def _named(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | str:
