@@ -25,7 +25,7 @@ from trainmux.fleet._widths import Widths
 from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
 from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
-from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
+from trainmux.tracing import BatchSpec, TracedGraph
 
 if TYPE_CHECKING:
     from trainmux.fleet._newcomer import Newcomer
@@ -445,7 +445,7 @@ class Group:
         """Write a row back into the member's own model and optimizer."""
         slot, state = self.slot(row), self.state
         tensors = named_tensors(slot.member)
-        parameters = unique_parameters(slot.member.model)
+        parameters = list(slot.member.model.named_parameters())
         done = int(state.updates[row])
         slot.member.num_draws = slot.counter
         pairs = [(tensors[name], slot.cut(name, rows[row])) for name, rows in state.tensors.items()]
@@ -453,16 +453,13 @@ class Group:
         edited = slot.watch.edited(state.shared, sums)
         pairs += [(tensors[name], state.shared[name]) for name in edited]
         for index, group in enumerate(self.key.structure.groups):
-            for item in (parameters[position] for position in group.params):
-                if item.name not in self._gradients:
+            for name, parameter in (parameters[position] for position in group.params):
+                if name not in self._gradients:
                     continue
-                entries = self.usual.entries[self._gradients.index(item.name)]
-                values = {
-                    entry.name: slot.cut(item.name, state.states[item.name, entry.name][row])
-                    for entry in entries
-                }
+                entries = self.usual.entries[self._gradients.index(name)]
+                values = {e.name: slot.cut(name, state.states[name, e.name][row]) for e in entries}
                 steps = slot.base_steps[index] + done
-                pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
+                pairs += write_state(slot.member.optimizer, index, group, parameter, values, steps)
         self._transfers.copy(pairs)
         slot.watch.settle(written=state.tensors)
 

@@ -31,8 +31,6 @@ from trainmux.tracing import (
     Reach,
     Shape,
     TracedGraph,
-    unique_buffers,
-    unique_parameters,
 )
 
 
@@ -144,8 +142,7 @@ def describe_newcomer(
     Where that is exact, its parameters are padded with zeros to ``wider`` shapes.
     """
     _refuse_unfit_parts(member.model, name)
-    parameters = unique_parameters(member.model)
-    devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
+    devices = {str(tensor.device) for tensor in named_tensors(member).values()}
     if len(devices) > 1:
         raise MemberError(
             f"member {name!r}: expected all parameters and buffers on one device, got "
@@ -156,7 +153,7 @@ def describe_newcomer(
             f"member {name!r}: expected a model with values, got one on the meta device; use to_empty() "
             "and initialise it"
         )
-    structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
+    structure = describe(member.optimizer, list(member.model.parameters()), member=name)
     example = feed.example_for(member)
     reach, trace = Reach(member.model, loss), None
     if wider and keeps_zeros(member.optimizer):
@@ -175,16 +172,15 @@ def _optimizer_state(
     member: Member, name: str, structure: OptimizerStructure, traced: TracedGraph
 ) -> tuple[tuple[int, ...], dict[tuple[str, str], Tensor | float]]:
     """Read the state of every parameter that gets a gradient; ``OptimizerError`` if it cannot be used."""
-    parameters = unique_parameters(member.model)
+    names, tensors = zip(*member.model.named_parameters(), strict=True)
     learning = {output.name for output in traced.outputs if output.kind is OutputKind.GRADIENT}
-    used = {position for position, item in enumerate(parameters) if item.name in learning}
-    tensors = [item.tensor for item in parameters]
+    used = {position for position, parameter in enumerate(names) if parameter in learning}
     steps = read_steps(member.optimizer, structure, tensors, used, member=name)
     states: dict[tuple[str, str], Tensor | float] = {}
     for index, group in enumerate(structure.groups):
         for position in used.intersection(group.params):
             values, _ = read_state(member.optimizer, index, group, tensors[position])
-            states |= {(parameters[position].name, state): value for state, value in values.items()}
+            states |= {(names[position], state): value for state, value in values.items()}
     return steps, states
 
 

@@ -14,7 +14,7 @@ from trainmux.engine import Transfers
 from trainmux.fleet._member import Member
 from trainmux.fleet._shared import Held, held_by
 from trainmux.runtime import stacked_zeros
-from trainmux.tracing import BatchSpec, Shape, unique_buffers, unique_parameters
+from trainmux.tracing import BatchSpec, Shape
 
 if TYPE_CHECKING:
     from trainmux.fleet._traces import Evaluated, Trace
@@ -153,8 +153,7 @@ def _each(kind: dict[K, Tensor], change: Callable[[Tensor], Tensor]) -> dict[K, 
 
 def named_tensors(member: Member) -> dict[str, Tensor]:
     """Parameters and buffers of a member's model by name, tied ones once."""
-    found = (*unique_parameters(member.model), *unique_buffers(member.model))
-    return {item.name: item.tensor for item in found}
+    return {**dict(member.model.named_parameters()), **dict(member.model.named_buffers())}
 
 
 def volatile_names(member: Member) -> set[str]:

@@ -29,7 +29,7 @@ from trainmux.fleet._member import Member
 from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, named_tensors
 from trainmux.fusion.optimizers import OptimizerStructure, describe
-from trainmux.tracing import Identity, LossFunction, Reach, same_items, unique_parameters
+from trainmux.tracing import Identity, LossFunction, Reach, same_items
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group
@@ -182,8 +182,7 @@ class MemberWatch:
                 yield f"member.{name}, which is another object"
                 return
         try:
-            parameters = [item.tensor for item in unique_parameters(member.model)]
-            structure = describe(member.optimizer, parameters, member=self._name)
+            structure = describe(member.optimizer, list(member.model.parameters()), member=self._name)
         except OptimizerError as error:
             yield f"the optimizer ({error})"
             return

@@ -2,7 +2,6 @@
 
 from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, flatten_batch
 from trainmux.tracing._composites import RESIZES
-from trainmux.tracing._effects import unique_buffers, unique_parameters
 from trainmux.tracing._follow import NumberForms, Numbers, follow, same_numbers
 from trainmux.tracing._joint import (
     LossFunction,

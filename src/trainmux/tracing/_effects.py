@@ -34,24 +34,6 @@ from trainmux.tracing._source import is_user_file, refusal
 
 
 @dataclass(frozen=True)
-class NamedTensor:
-    """A parameter or buffer under the first name the module knows it by."""
-
-    name: str
-    tensor: Tensor
-
-
-def unique_parameters(model: nn.Module) -> tuple[NamedTensor, ...]:
-    """The module's parameters, tied ones once."""
-    return tuple(NamedTensor(name, tensor) for name, tensor in model.named_parameters())
-
-
-def unique_buffers(model: nn.Module) -> tuple[NamedTensor, ...]:
-    """The module's buffers, shared ones once; those that are not persistent included."""
-    return tuple(NamedTensor(name, tensor) for name, tensor in model.named_buffers())
-
-
-@dataclass(frozen=True)
 class Change:
     """An entry of a holder that code has changed."""
 

@@ -34,8 +34,6 @@ from trainmux.tracing._effects import (
     random_error,
     same_results,
     state_error,
-    unique_buffers,
-    unique_parameters,
     watched_lines,
 )
 from trainmux.tracing._fixed_shapes import fixed_shape_decompositions, grouped_products
@@ -247,8 +245,8 @@ def _trace(
     drop_constant_masks(module)
 
     names = (
-        [(InputKind.PARAMETER, named.name) for named in call.parameters]
-        + [(InputKind.BUFFER, named.name) for named in call.buffers]
+        [(InputKind.PARAMETER, name) for name in call.parameters]
+        + [(InputKind.BUFFER, name) for name in call.buffers]
         + [(InputKind.BATCH, leaf.path) for leaf in batch.spec.leaves]
         + [(InputKind.SEED, "seed"), (InputKind.COUNTER, "counter"), (InputKind.TANGENT, "tangent")]
     )
@@ -258,9 +256,9 @@ def _trace(
     )
     outputs = [GraphOutput(OutputKind.METRIC, name) for name in call.metrics]
     if training:
-        _refuse_changed_parameters(module, [named.name for named in call.parameters])
+        _refuse_changed_parameters(module, list(call.parameters))
         outputs.insert(0, GraphOutput(OutputKind.LOSS, "loss"))
-        outputs += [GraphOutput(OutputKind.BUFFER, named.name) for named in call.buffers]
+        outputs += [GraphOutput(OutputKind.BUFFER, name) for name in call.buffers]
         outputs += [GraphOutput(OutputKind.GRADIENT, name) for name in call.used_parameters]
     kept = [
         position
@@ -280,7 +278,7 @@ class _Call:
     ) -> None:
         self._model, self._fn, self._batch, self._settings = model, fn, batch, settings
         self._training = training
-        self.parameters, self.buffers = unique_parameters(model), unique_buffers(model)
+        self.parameters, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self.substitution = Substitution(model, fn)
         self.reach = self.substitution.reach
         self.after: list[list[Items]] = []
@@ -291,7 +289,7 @@ class _Call:
         self._checks: list[Tensor] = []
         self._num_forward_checks = 0
         self._num_regions = 0
-        self._learns = [named.tensor.requires_grad and training for named in self.parameters]
+        self._learns = [tensor.requires_grad and training for tensor in self.parameters.values()]
 
     def traced(
         self, step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode
@@ -358,8 +356,9 @@ class _Call:
         leaves = list(flat[num_own:][: len(self._batch.tensors)])
         with self.substitution.active([*used, *held], contents) as read:
             try:
-                for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True):
-                    for hook in (named.tensor._backward_hooks or {}).values() if learns else ():
+                own = zip(self.parameters.values(), used, self._learns, strict=True)
+                for parameter, tensor, learns in own:
+                    for hook in (parameter._backward_hooks or {}).values() if learns else ():
                         tensor.register_hook(hook)
                 with _surroundings(self._settings, self._training):
                     result = self._fn(self._model, self._batch.rebuild(leaves))
@@ -370,7 +369,7 @@ class _Call:
                 loss, metrics = _as_loss(result)
                 values = self._named(metrics)
                 gradients = self._gradients(loss, used, flat[-1])
-                new_buffers = [self._model.get_buffer(named.name) for named in self.buffers]
+                new_buffers = list(map(self._model.get_buffer, self.buffers))
             finally:
                 self.after.append(read())
         # The parameters go out too: a placeholder that comes back as itself was not changed.
@@ -378,7 +377,7 @@ class _Call:
 
     def _gradients(self, loss: Tensor, used: Sequence[Tensor], tangent: Tensor) -> list[Tensor]:
         learning = [tensor for tensor, learns in zip(used, self._learns, strict=True) if learns]
-        names = [named.name for named, learns in zip(self.parameters, self._learns, strict=True) if learns]
+        names = [name for name, learns in zip(self.parameters, self._learns, strict=True) if learns]
         found = torch.autograd.grad(
             loss, learning, tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
         )
@@ -441,11 +440,11 @@ def _refuse_effects(
 
 def _refuse_own_constants(module: fx.GraphModule, call: _Call) -> None:
     """Refuse a graph that has a parameter or buffer of the model as a constant, which would never change."""
-    own = (*call.parameters, *call.buffers)
+    own = list(call.reach.named)
     for node in module.graph.find_nodes(op="get_attr"):
         for number in call.reach.memory.overlapping(graph_constant(module, node)):
             raise refusal(
-                f"{own[number].name} is read",
+                f"{own[number]} is read",
                 " through an object that cannot be followed; expected it to be read from the model, a "
                 "container, a closure or a plain view: read the parameter or buffer itself",
                 next((place for user in node.users if (place := node_location(user))), None),

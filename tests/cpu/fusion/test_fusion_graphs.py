@@ -23,8 +23,6 @@ from trainmux.tracing import (
     flatten_batch,
     make_fx,
     trace_joint,
-    unique_buffers,
-    unique_parameters,
 )
 
 aten = torch.ops.aten
@@ -124,8 +122,7 @@ def test_a_random_graph_gives_what_members_compute_alone(
 
 
 def inputs_of(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
-    named = (*unique_parameters(model), *unique_buffers(model))
-    tensors = [item.tensor.detach() for item in named]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     leaves = flatten_batch(batch).tensors
     return [*tensors, *leaves, torch.tensor(seed), torch.tensor(3), torch.tensor(1.0, dtype=torch.float64)]
 

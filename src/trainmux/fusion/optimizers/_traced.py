@@ -785,7 +785,7 @@ class _UpdateTracer:
         )
 
     def initial(self, run: _StepRun, entries: Sequence[StateEntry]) -> dict[str, Any]:
-        """Operands of the state that a first step makes of parameter and settings; none where it needs more."""
+        """Operands of the state that a first step makes of parameter and settings, if it needs no more."""
         nodes = {name: node.all_input_nodes[0] for name, node in run.created.items()}
         operand = self.operands(run, self.inputs(run, entries), nodes.values())
         if any(e.kind == "number" or (e.kind == "tensor" and e.name not in nodes) for e in entries):
