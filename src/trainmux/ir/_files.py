@@ -179,8 +179,6 @@ def failure_remedy(error: BaseException) -> str:
 
 def _sync_folder(folder: Path) -> None:
     """Have a rename in ``folder`` survive a power failure."""
-    if os.name == "nt":  # directories cannot be opened there; renames are journaled
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,8 +30,6 @@ def private_folder(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if os.name == "nt":  # each user has a temporary folder of their own there
-        return folder
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(
