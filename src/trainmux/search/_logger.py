@@ -31,7 +31,7 @@ class Logger(SearchCallback, Generic[Run]):
         self._runs: dict[int, Run] = {}
         self._written: dict[int, int] = {}  # the last epoch of each trial that was written
         self._ended: list[Trial] = []  # trials whose end has not been written
-        self._has_warned = False
+        self._has_warned = self._is_resumed = False
 
     @abstractmethod
     def _open(self, trial: Trial, number: int) -> Run:
@@ -49,7 +49,7 @@ class Logger(SearchCallback, Generic[Run]):
         self._runs.clear()
         self._written.clear()
         self._ended.clear()
-        self._has_warned = False
+        self._has_warned, self._is_resumed = False, is_resumed
 
     def on_trial_start(self, trial: Trial) -> None:
         self._attempt(self._run, trial)

@@ -91,13 +91,7 @@ class WandbLogger(Logger[Any]):
             **init,
         }
         self._id = re.sub(r"[^\w-]", "-", group)
-        self._is_resumed = False
-        self._done: dict[str, int] = {}
-
-    def on_search_start(self, is_resumed: bool) -> None:
-        super().on_search_start(is_resumed)
-        self._is_resumed = is_resumed
-        self._done.clear()
+        self._done: dict[str, int] = {}  # the last epoch of a run when it was opened
 
     def _open(self, trial: Trial, number: int) -> Any:
         run = self._wandb.init(
@@ -140,14 +134,11 @@ class MLflowLogger(Logger[str]):
         self._entities = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri)
         self._names = (experiment, name)
-        self._is_resumed = False
         self._experiment = self._parent = ""
-        self._done: dict[str, int] = {}
+        self._done: dict[str, int] = {}  # the last epoch of a run when it was opened
 
     def on_search_start(self, is_resumed: bool) -> None:
         super().on_search_start(is_resumed)
-        self._is_resumed = is_resumed
-        self._done.clear()
         experiment, name = self._names
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = found.experiment_id if found else self._client.create_experiment(experiment)
