@@ -1,7 +1,7 @@
 """The facade: members, groups and slots over the stages above."""
 
 from trainmux.fleet._averages import EMA, SWA
-from trainmux.fleet._callbacks import Callback, CSVLog, EarlyStopping, FitState
+from trainmux.fleet._callbacks import Callback, CSVLog, EarlyStopping, FitState, csv_text, put_aside
 from trainmux.fleet._checkpoint_files import checkpoint_exists
 from trainmux.fleet._collate import BucketCollate
 from trainmux.fleet._config import require_choice, whole_number

@@ -182,7 +182,7 @@ class CSVLog(Callback):
             self._check_is_log()
             self._rewrite(state.history)
         elif self._path.exists():
-            os.replace(self._path, self._free_name())
+            put_aside(self._path)
 
     def on_epoch_end(self, state: FitState) -> None:
         if self._columns != _columns(state.history):
@@ -192,14 +192,14 @@ class CSVLog(Callback):
         rows = [row for row in state.history.to_rows() if row["epoch"] == state.epoch]
         with open(self._path, "a", encoding="utf-8", newline="") as file:
             # One write: a kill leaves all rows of the epoch, or a tail that a resume rewrites.
-            file.write(_csv_text(rows, self._columns))
+            file.write(csv_text(rows, self._columns))
             file.flush()
             os.fsync(file.fileno())
 
     def _rewrite(self, history: History) -> None:
         self._columns = _columns(history)
         header = {column: column for column in self._columns}
-        text = _csv_text([header, *history.to_rows()], self._columns)
+        text = csv_text([header, *history.to_rows()], self._columns)
         replace_file(self._path, lambda file: file.write(text.encode()))
 
     def _check_is_log(self) -> None:
@@ -214,18 +214,21 @@ class CSVLog(Callback):
                 f"got {first[:60]!r}. Name another file"
             )
 
-    def _free_name(self) -> Path:
-        number = 1
-        while (candidate := self._path.with_name(f"{self._path.name}.{number}")).exists():
-            number += 1
-        return candidate
-
 
 def _columns(history: History) -> list[str]:
     return [*ROW_COLUMNS, *history.metric_names()]
 
 
-def _csv_text(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> str:
+def put_aside(path: Path) -> None:
+    """Rename a file to ``<path>.1``, or the first number that is free."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.replace(path, aside)
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> str:
+    """Write rows as lines of a CSV file; what has no column is left out."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)

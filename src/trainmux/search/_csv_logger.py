@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import fcntl
-import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainmux.errors import ConfigError
-from trainmux.fleet import EpochRecord
+from trainmux.fleet import EpochRecord, csv_text, put_aside
 from trainmux.ir import replace_file
 from trainmux.search._logger import Logger, number_of, plain_params
 from trainmux.search._trial import Trial, TrialState
@@ -36,11 +35,9 @@ class CSVLogger(Logger[None]):
         super().__init__()
         self._trials = _Table(Path(folder, "trials.csv"), "number name state epochs seconds error")
         self._epochs = _Table(Path(folder, "epochs.csv"), "number name epoch step loss")
-        self._is_resumed = False
 
     def on_search_start(self, is_resumed: bool) -> None:
         super().on_search_start(is_resumed)
-        self._is_resumed = is_resumed
         for table in (self._trials, self._epochs):
             table.begin(is_resumed)
 
@@ -89,10 +86,7 @@ class _Table:
                     )
                 self._drop_half_row()
                 return
-            number = 1
-            while (aside := self._path.with_name(f"{self._path.name}.{number}")).exists():
-                number += 1
-            os.replace(self._path, aside)
+            put_aside(self._path)
 
     def append(self, row: Row) -> None:
         """Add a row: all of it, or none where the disk is full."""
@@ -102,7 +96,7 @@ class _Table:
             if columns != header:
                 self._rewrite([*self._rows(), row], columns)
             else:
-                self._add(_text([row], columns).encode())
+                self._add(csv_text([row], columns).encode())
 
     def remove(self, number: int, is_old: Callable[[Mapping[str, str]], bool] = lambda row: True) -> None:
         """Remove the rows of a trial, or those of them that are out of date."""
@@ -126,7 +120,7 @@ class _Table:
 
     def _rewrite(self, rows: Iterable[Row], columns: list[str]) -> None:
         header = {column: column for column in columns}
-        data = _text([header, *rows], columns).encode()
+        data = csv_text([header, *rows], columns).encode()
         replace_file(self._path, lambda file: file.write(data))
 
     def _drop_half_row(self) -> None:
@@ -154,9 +148,3 @@ class _Table:
             yield
         finally:
             os.close(folder)
-
-
-def _text(rows: Iterable[Row], columns: list[str]) -> str:
-    text = io.StringIO()
-    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
-    return text.getvalue()
