@@ -33,7 +33,7 @@ from trainmux.fleet._newcomer import (
     names_of,
 )
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
+from trainmux.fleet._plan_keeper import PlanKeeper, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._ranks import Outline, widened
 from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
@@ -582,7 +582,7 @@ class Fleet:
             self._groups = self._plans.renounce(self._groups)
             return
         self._planner(self._plans.whole(self._groups)).check(plan, self.names)
-        self._plans.want(plan, request_like(plan))
+        self._plans.want(plan, PlanRequest(plan.budget_bytes, plan.policy))
 
     def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
         groups = [group for group in groups if group.members]

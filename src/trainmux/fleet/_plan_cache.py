@@ -30,6 +30,7 @@ MAX_PLANS = 64
 _VARIABLE = "TRAINMUX_PLAN_DIR"
 _ENDING = ".plan.json"
 _ROOMS = ("profiling", "planning")
+"""Their source makes plans; what makes steps is in `step_key`."""
 
 
 def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
@@ -39,7 +40,7 @@ def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
         shared = sorted(group.state.shared)
         key = replace(group.key, base=())  # has addresses
         facts = (group.variant(), key, group.stacked_batch, shared, group.width, group.config)
-        digest.update(step_key(group.traced, facts, *decisive, _source_version()).encode())
+        digest.update(step_key(group.traced, facts, *decisive, source_version(*_ROOMS)).encode())
     return digest.hexdigest()
 
 
@@ -95,8 +96,3 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
         return False
     planned = replace(kept, nodes=tuple(replace(node, workspace_bytes=0) for node in kept.nodes))
     return profile == side_by_side(planned, profile.num_branches, profile.width)
-
-
-def _source_version() -> str:
-    """A hash of the source that makes plans; steps have one of their own."""
-    return source_version(*_ROOMS)

@@ -196,11 +196,6 @@ def without_empty(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def request_like(plan: Plan) -> PlanRequest:
-    """Make a request for a plan like this one."""
-    return PlanRequest(plan.budget_bytes, plan.policy)
-
-
 def _mostly_empty(groups: Sequence[Group]) -> bool:
     num_slots = sum(group.width for group in groups)
     num_empty = num_slots - sum(len(group.members) for group in groups)

@@ -25,6 +25,7 @@ from trainmux.runtime import device_name, private_folder, source_version
 from trainmux.tracing import TracedGraph
 
 _ROOMS = ("engine", "fusion", "lowering", "runtime", "tracing", "fleet", "ir")
+"""A step that another version of their source lowered is not taken."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def step_key(traced: TracedGraph, *decisive: Any) -> str:
         shape = "" if value is None else f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
         digest.update(f"{node.name} {marks} {shape}\n".encode())
     named = [device_name(torch.device("cuda"))] if torch.cuda.is_available() else []
-    everything = (*decisive, torch.__version__, named, _source_version())
+    everything = (*decisive, torch.__version__, named, source_version(*_ROOMS))
     digest.update(_canonical(everything).encode())
     return digest.hexdigest()
 
@@ -97,8 +98,3 @@ def _canonical(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_canonical, value))}]"
     return repr(value)
-
-
-def _source_version() -> str:
-    """A hash of this package's source: a step that another version lowered is not taken."""
-    return source_version(*_ROOMS)

@@ -209,7 +209,7 @@ class MemberWatch:
 
     def edited_texts(self, sums: Checksums, *, is_current: bool = False) -> Iterator[str]:
         """Edits in words; where all is ``current``, its tensors are not looked for again."""
-        edits = self._edits(self._own, sums) if is_current else self.edits(sums)
+        edits = self.edits(sums, is_current=is_current)
         if edits.tensors:
             yield f"the values of {_listed(edits.tensors)} (edited, loaded, or written by another fleet)"
         if edits.states:
@@ -221,20 +221,16 @@ class MemberWatch:
 
     def edited(self, names: Iterable[str], sums: Checksums) -> list[str]:
         """Find those of the member's own tensors that somebody else has written to."""
-        return self._edited(names, named_tensors(self._member), sums)
+        found = named_tensors(self._member)
+        return [name for name in names if not torch.equal(self._sums[name], sums.of(found[name]))]
 
-    def _edited(self, names: Iterable[str], tensors: Mapping[str, Tensor], sums: Checksums) -> list[str]:
-        return [name for name in names if not torch.equal(self._sums[name], sums.of(tensors[name]))]
-
-    def edits(self, sums: Checksums) -> Edits:
-        """Find the tensors and states that somebody else has written to."""
-        return self._edits(named_tensors(self._member), sums)
-
-    def _edits(self, found: Mapping[str, Tensor], sums: Checksums) -> Edits:
+    def edits(self, sums: Checksums, *, is_current: bool = False) -> Edits:
+        """Find the tensors and states that somebody else has written to; ``is_current`` is as above."""
+        found = self._own if is_current else named_tensors(self._member)
         tensors = {name: tensor for name, tensor in found.items() if name in self._own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
         return Edits(
-            tuple(self._edited(tensors, tensors, sums)),
+            tuple(n for n, tensor in tensors.items() if not torch.equal(self._sums[n], sums.of(tensor))),
             tuple(name for name, state in states.items() if state != self._states[name]),
         )
 

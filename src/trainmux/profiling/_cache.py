@@ -17,12 +17,7 @@ class ProfileCache:
     """A folder of profiles: ``TRAINMUX_PROFILE_DIR``, else in the user's cache folder."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Path(folder) if folder is not None else user_cache_folder("profiles", _VARIABLE)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the profiles."""
-        return self._folder
+        self.folder = Path(folder) if folder is not None else user_cache_folder("profiles", _VARIABLE)
 
     def get(self, fingerprint: str) -> Profile | None:
         """The profile with this fingerprint; ``None`` where there is none, or none that can be read."""
@@ -38,4 +33,4 @@ class ProfileCache:
             save(self._path(profile.fingerprint), profile)
 
     def _path(self, fingerprint: str) -> Path:
-        return self._folder / f"{fingerprint}.profile.json"
+        return self.folder / f"{fingerprint}.profile.json"
