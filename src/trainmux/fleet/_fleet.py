@@ -509,7 +509,7 @@ class Fleet:
         for plan, edits in changed:
             group, row = self._find(plan.name)
             if plan.key == group.key:
-                before = group.taken([row])
+                before = group.gathered([(group, row)])
                 self._put(group, row, plan)
                 carry_over(before, 0, group, row, edits)
             else:

@@ -17,7 +17,7 @@ from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._free_numbers import FreeNumbers, GroupTrace
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
-from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
+from trainmux.fleet._programs import Program, ProgramCache, with_batch
 from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values, volatile_names
 from trainmux.fleet._traces import Trace
@@ -25,7 +25,7 @@ from trainmux.fleet._widths import Widths
 from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
 from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
-from trainmux.tracing import BatchSpec, TracedGraph
+from trainmux.tracing import BatchSpec, TracedGraph, number_name
 
 if TYPE_CHECKING:
     from trainmux.fleet._newcomer import Newcomer
@@ -98,7 +98,9 @@ class Group:
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._transfers = Transfers(config.device)
         self._known: dict[str, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        owners = groups_of(self._gradients, traced, key.structure)
+        named = [item.name for item in traced.inputs if item.kind is InputKind.PARAMETER]
+        owner = {named[i]: index for index, each in enumerate(key.structure.groups) for i in each.params}
+        owners = tuple(map(owner.get, self._gradients))
         self.usual = UpdateSettings(  # with all optimizer state, and no clipping
             structure=key.structure,
             idle=(),
@@ -262,10 +264,6 @@ class Group:
             return self.state
         rows = [(self.state, row) for row in range(width)]
         return self.state.with_rows(rows, width, device, self._transfers, self._shared_on(device, {}))
-
-    def taken(self, rows: Sequence[int]) -> Group:
-        """Make a group of these rows' members alone, with copies of their state in host memory."""
-        return self.gathered([(self, row) for row in rows])
 
     def gathered(self, places: Sequence[tuple[Group, int]]) -> Group:
         """Make a group like this one of members of several, with copies of their state in host memory."""
@@ -483,6 +481,8 @@ class Group:
         if self.example_spec is not None and self._example_trace() is not None:
             (first, *_), rows = self.members, [row for row, _ in self.members]
             numbers = self._free.described(self.example_spec, first[1].traces[self.example_spec], rows)
+        padded = ", ".join(slot.name for _, slot in self.members if slot.wider)
+        padding = [f"adapters of {padded} are padded with zeros to the largest rank"] if padded else []
         return GroupSummary(
             tuple(slot.name for _, slot in self.members),
             self.width,
@@ -490,17 +490,11 @@ class Group:
             self.num_nodes,
             self.records,
             self.unfused_because,
-            (*self.notes, *self._padding_notes()),
+            (*self.notes, *padding),
             planned or self.programs.engine.memory,
             self.programs.engine.not_captured,
             numbers,
             split_because,
-        )
-
-    def _padding_notes(self) -> list[str]:
-        padded = [slot.name for _, slot in self.members if slot.wider]
-        return (
-            [f"adapters of {', '.join(padded)} are padded with zeros to the largest rank"] if padded else []
         )
 
     # ---- graphs ------------------------------------------------------------------------------------
@@ -679,8 +673,22 @@ class Group:
 
         ``state`` is a copy to use in place of the group's own.
         """
-        own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
-        return held_arguments(program, state or self.state, {**self._numbers.tensors, **own})
+        state, fed = state or self.state, self._numbers.tensors
+        own = {
+            InputKind.BATCH: None,
+            InputKind.SEED: state.seeds,
+            InputKind.COUNTER: fed["counters"] if program.counts_draws else self._evaluation,
+            InputKind.TANGENT: self._tangent,
+        }
+        by_name = {**state.shared, **state.tensors}
+        by_name |= {number_name(column): row for column, row in enumerate(fed["free"])}
+        given = {**fed, "neutral": self._neutral, "alive": state.alive, "updates": state.updates}
+        return [
+            *(own[item.kind] if item.kind in own else by_name[item.name] for item in program.inputs),
+            *(state.states[key] for key in program.state_keys()),
+            *(state.totals[name] for name in program.total_names()),
+            *(given[name] for name in program.number_names()),
+        ]
 
     def forget_fed(self) -> None:
         """Write what the host feeds anew, after members came, left or stopped."""

@@ -66,7 +66,8 @@ class Case:
         parts = self._branches if of_branches else [1] * len(self._widths)
         for width, count in zip(self._widths, parts, strict=True):
             for _ in range(count):
-                found.append(self._group.taken(list(range(row, row + width // count))))
+                rows = range(row, row + width // count)
+                found.append(self._group.gathered([(self._group, each) for each in rows]))
                 row += width // count
         for group in found:
             group.slots = [None if slot is None else replace(slot) for slot in group.slots]
