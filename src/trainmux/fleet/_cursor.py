@@ -28,11 +28,8 @@ def first_batch(loader: Iterable[Batch], what: str = "the loader") -> Batch:
         restore_random_state(before)
 
 
-class EndOfPass:
-    """Returned by ``BatchCursor.next`` once between two passes over the loader."""
-
-
-END_OF_PASS: Final = EndOfPass()
+END_OF_PASS: Final = object()
+"""Returned by ``BatchCursor.next`` once between two passes over the loader."""
 
 
 class BatchCursor:
@@ -58,7 +55,7 @@ class BatchCursor:
         except (TypeError, NotImplementedError):
             return None
 
-    def next(self) -> Batch | EndOfPass:
+    def next(self) -> Batch:
         """The next batch, or ``END_OF_PASS`` after the last one of a pass; refuses a pass without batches."""
         if self._iterator is None:
             self._iterator = self._open()

@@ -522,12 +522,8 @@ class Search:
 
     def _fail(self, trial: Trial, error: BaseException) -> None:
         """End a trial that cannot be trained."""
-        trial.state, trial.error, trial.cause, trial.member = (
-            TrialState.FAILED,
-            named_line(error),
-            error,
-            None,
-        )
+        trial.fail(named_line(error))
+        trial.cause, trial.member = error, None
         self._tell(trial)
 
     def _tell(self, trial: Trial, is_ours: bool = True) -> None:

@@ -457,23 +457,22 @@ def native_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def tracer_graph() -> fx.Graph:
-    """The graph that the innermost running ``make_fx`` writes to."""
+def _tracer() -> Any:
     mode = get_proxy_mode()
     if mode is None:
         raise RuntimeError("expected to run inside make_fx, got no active tracer")
-    graph = mode.tracer.graph
-    assert isinstance(graph, fx.Graph)
+    return mode.tracer
+
+
+def tracer_graph() -> fx.Graph:
+    """The graph that the innermost running ``make_fx`` writes to."""
+    graph: fx.Graph = _tracer().graph
     return graph
 
 
 def traced_module() -> torch.nn.Module:
     """The module that holds the constants of the innermost running ``make_fx``."""
-    mode = get_proxy_mode()
-    if mode is None:
-        raise RuntimeError("expected to run inside make_fx, got no active tracer")
-    root: Any = mode.tracer.root  # type: ignore[union-attr]
-    assert isinstance(root, torch.nn.Module)
+    root: torch.nn.Module = _tracer().root
     return root
 
 
