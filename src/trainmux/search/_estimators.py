@@ -277,41 +277,33 @@ def train(fits: Sequence[Fit]) -> None:
         except Exception as error:
             fit.failure = error
             continue
-        dtype = _floating(fit.member.model)
         settings = tuple(getattr(fit.estimator, name) for name in _OF_FLEETS)
-        kind = (settings, dtype, fit.data.X.shape[1:], fit.data.y.shape[1:])
+        kind = (settings, _floating(fit.member.model), fit.data.X.shape[1:], fit.data.y.shape[1:])
         fleets.setdefault(kind, []).append(fit)
-    for (settings, dtype, *_), together in fleets.items():
-        options = dict(zip(_OF_FLEETS, settings, strict=True))
+    for together in fleets.values():
         try:
-            _train_alike(together, dtype, **options)
+            _train_alike(together)
         except TrainmuxError as error:
             if len(together) == 1:
                 together[0].failure = error
             else:
-                _train_apart(together, dtype, options)
+                _train_apart(together)
 
 
-def _train_apart(fits: Sequence[Fit], dtype: torch.dtype, options: dict[str, Any]) -> None:
+def _train_apart(fits: Sequence[Fit]) -> None:
     """Do fits one after another, as one of them cannot be trained."""
     for fit in fits:
         try:
             fit.member = fit.estimator.made(fit.data)
-            _train_alike([fit], dtype, **options)
+            _train_alike([fit])
         except TrainmuxError as error:
             fit.failure = error
 
 
-def _train_alike(
-    fits: Sequence[Fit],
-    dtype: torch.dtype,
-    *,
-    epochs: int,
-    batch_size: int,
-    shuffle: bool,
-    device: str,
-    precision: str,
-) -> None:
+def _train_alike(fits: Sequence[Fit]) -> None:
+    """Train members as one fleet, by the settings that their estimators have in common."""
+    own, members = fits[0].estimator, [fit.member for fit in fits if fit.member is not None]
+    dtype = _floating(members[0].model)
     distinct = {fit.data.key: fit.data for fit in fits}
     begins: dict[bytes, int] = {}
     num_rows = 0
@@ -324,17 +316,19 @@ def _train_alike(
         begins[fit.data.key] + (torch.arange(len(fit.data.X)) if fit.rows is None else fit.rows)
         for fit in fits
     ]
-    seeds = [fit.estimator.seed for fit in fits]
     loader = IndexBatches(
-        (inputs, targets), views, batch_size=batch_size, shuffle=shuffle, seeds=seeds, device=device
+        (inputs, targets),
+        views,
+        batch_size=own.batch_size,
+        shuffle=own.shuffle,
+        seeds=[fit.estimator.seed for fit in fits],
+        device=own.device,
     )
-    members = []
-    for number, fit in enumerate(fits):
-        assert fit.member is not None
-        fit.member.name = f"fit-{number}"
-        members.append(fit.member)
+    for number, member in enumerate(members):
+        member.name = f"fit-{number}"
+    device, precision = own.device, own.precision
     fleet = Fleet(members, None, first_batch(loader), data="per_member", device=device, precision=precision)
-    history = fleet.fit(loader, epochs=epochs, progress=False)
+    history = fleet.fit(loader, epochs=own.epochs, progress=False)
     stopped = fleet.stopped()
     for name, fit in zip(fleet.names, fits, strict=True):
         fit.history = tuple(history.get(name, ()))
