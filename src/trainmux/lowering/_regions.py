@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
 from trainmux.ir import Phase
 from trainmux.lowering._given_memory import Place
@@ -247,7 +248,7 @@ def from_payload(payload: bytes) -> RegionGraph:
         return nodes[value.place] if isinstance(value, NodeAt) else value
 
     for name, args, kwargs in lines:
-        node = graph.call_function(op_of(name), map_leaves(args, found), map_leaves(kwargs, found))
+        node = graph.call_function(op_of(name), map_aggregate(args, found), map_aggregate(kwargs, found))
         node.meta["phase"] = phase
         nodes.append(node)
     return RegionGraph(
@@ -258,17 +259,6 @@ def from_payload(payload: bytes) -> RegionGraph:
         output_specs,
         placed,
     )
-
-
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of each leaf in plain containers; other subclasses of them are leaves."""
-    if type(value) in (tuple, list, fx.immutable_collections.immutable_list):
-        return (tuple if isinstance(value, tuple) else list)(map_leaves(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: map_leaves(item, function) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(map_leaves(item, function) for item in (value.start, value.stop, value.step)))
-    return function(value)
 
 
 def op_name(target: Any) -> str:

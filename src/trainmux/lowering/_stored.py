@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
 from trainmux.lowering._compile import KernelCache
 from trainmux.lowering._lower import Conform, Lowered, RegionCall
@@ -23,7 +24,6 @@ from trainmux.lowering._regions import (
     NodeAt,
     TensorSpec,
     from_payload,
-    map_leaves,
     op_name,
     op_of,
     spec_of,
@@ -45,8 +45,9 @@ def to_bytes(lowered: Lowered) -> bytes:
     place = {node: NodeAt(i) for i, node in enumerate(lowered.module.graph.nodes)}
 
     def plain(value: Any) -> Any:
-        filled = fx.map_arg(value, lambda node: place[node])  # type: ignore[arg-type, return-value]
-        return map_leaves(filled, lambda v: _Operator(op_name(v)) if isinstance(v, OpOverload) else v)
+        if isinstance(value, fx.Node):
+            return place[value]
+        return _Operator(op_name(value)) if isinstance(value, OpOverload) else value
 
     lines = []
     inputs: list[TensorSpec] = []
@@ -68,7 +69,7 @@ def to_bytes(lowered: Lowered) -> bytes:
             target = _EXTENDED if node.target is extended_product else op_name(node.target)
         elif node.op == "placeholder":
             inputs.append(spec_of(node))
-        args, kwargs = plain(node.args), plain(dict(node.kwargs))
+        args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
         lines.append((node.op, node.name, target, args, kwargs, node.meta.get("phase")))
     kernels = {kernel.key: kernel.payload() for kernel in lowered.kernels}
     stream = io.BytesIO()
@@ -95,16 +96,19 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
     nodes: list[fx.Node] = []
 
     def whole(value: Any) -> Any:
-        return map_leaves(value, lambda v: _resolved(v, nodes))
+        if isinstance(value, NodeAt):
+            return nodes[value.place]
+        return op_of(value.name) if isinstance(value, _Operator) else value
 
     for op, name, target, args, kwargs, phase in lines:
         if op == "output":
-            nodes.append(graph.output(whole(args)[0]))
+            nodes.append(graph.output(map_aggregate(args, whole)[0]))
             continue
         function: Any = target
         if op == "call_function":
             function = extended_product if target == _EXTENDED else op_of(target)
-        node = graph.create_node(op, function, whole(args), whole(kwargs), name=name)
+        given = map_aggregate(args, whole), map_aggregate(kwargs, whole)
+        node = graph.create_node(op, function, *given, name=name)
         if phase is not None:
             node.meta["phase"] = phase
         nodes.append(node)
@@ -113,9 +117,3 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
             node.meta["val"] = spec.empty()
     module = graph_module(owner, graph)
     return Lowered(module, tuple(kernels.values()), *counts)
-
-
-def _resolved(value: Any, nodes: list[fx.Node]) -> Any:
-    if isinstance(value, NodeAt):
-        return nodes[value.place]
-    return op_of(value.name) if isinstance(value, _Operator) else value
