@@ -1,19 +1,192 @@
-"""Members that differ only in numbers of their code: one group, and the results of each alone."""
+"""Members that differ only in numbers of their code: one more trace, one group, the results of each alone."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fleet_cases import count_work
+from fleet_cases import (
+    EXAMPLE,
+    assert_same_states,
+    assert_trains_alone,
+    coded,
+    count_work,
+    mlp,
+    mse,
+    states_of,
+    train_alone,
+)
 from torch import Tensor, nn
 
 import trainmux as tm
+
+Code = Callable[[Any, Tensor], Tensor]
+
+# ---- traces ----------------------------------------------------------------------------------------------
+
+
+def coded_member(code: Code, value: Any, loss: Any = None) -> tm.Member:
+    model = coded(code, layer=mlp(), s=value, settings={"scale": value, "kept": 0.25})
+    return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+def num_groups(fleet: tm.Fleet) -> int:
+    return len(fleet.summary())
+
+
+def assert_right(fleet: tm.Fleet, make: Callable[..., tm.Member], values: Sequence[Any]) -> None:
+    assert_trains_alone(fleet, lambda i: make(values[i]), [EXAMPLE] * 2)
+
+
+class Scaled(torch.autograd.Function):
+    """Reads its number in the backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def by_case(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x) * (model.s if model.s > 0.5 else 2 * model.s + 1)
+
+
+def by_kind(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x) * (model.s if isinstance(model.s, float) else 3.0)
+
+
+def averaged(model: Any, x: Tensor) -> Tensor:
+    mean, variance = x.new_zeros(2), x.new_ones(2)
+    out = F.batch_norm(model.layer(x), mean, variance, training=True, momentum=model.s, eps=model.s)
+    return out * variance + mean
+
+
+def halves(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x)[:, : model.s] * 2
+
+
+SOME = (0.1, 0.2, 0.35, 0.45)
+FOLLOWED: dict[str, tuple[Code, Sequence[Any], int]] = {
+    "arithmetic": (lambda m, x: m.layer(x) * (1 - m.s / 3) ** 2 + -abs(m.s), SOME, 2),
+    "twice": (lambda m, x: m.layer(x).mul(m.s) + m.settings["scale"], SOME, 2),
+    "slope": (lambda m, x: F.leaky_relu(m.layer(x), m.s).clamp(-m.s, 1 + m.s), SOME, 2),
+    "power": (lambda m, x: m.layer(x).exp() ** m.s, SOME, 2),
+    "epsilon": (lambda m, x: F.layer_norm(m.layer(x), (2,), eps=m.s), SOME, 2),
+    "momentum": (averaged, SOME, 2),
+    "norms": (lambda m, x: F.group_norm(F.rms_norm(m.layer(x), (2,), eps=m.s), 1, eps=m.s), SOME, 2),
+    "threshold": (lambda m, x: F.pad(F.threshold(m.layer(x), m.s - 1, m.s), (1, -1), value=m.s), SOME, 2),
+    "whole numbers": (lambda m, x: m.layer(x) * (m.s / 8), (4, 2, 16, 32), 2),
+    "the smaller": (lambda m, x: m.layer(x) * min(m.s, 0.9), SOME, 2),
+    "branches": (by_case, (0.1, 0.2, 0.7, 0.8, 0.3, 0.9), 4),
+    "special": (lambda m, x: m.layer(x) * m.s, (1.0, 0.1, 0.2, 0.3, 2.0), 3),
+}
+"""Code, values of its number, and traces that they need: one as it is, and one that follows it."""
+
+OTHERWISE: dict[str, tuple[Code, Sequence[Any]]] = {
+    "math": (lambda m, x: m.layer(x) * math.sqrt(m.s), SOME),
+    "math that decides": (lambda m, x: m.layer(x) * (2.0 if math.exp(m.s) > 1.3 else 3.0), SOME),
+    "numpy": (lambda m, x: m.layer(x) * float(np.exp(m.s)), SOME),
+    "rounding": (lambda m, x: m.layer(x) * round(m.s, 1), SOME),
+    "text": (lambda m, x: m.layer(x) * float(f"{m.s:.1f}"), SOME),
+    "key": (lambda m, x: m.layer(x) * {0.1: 2.0, 0.2: 3.0}.get(m.s, 4.0), SOME),
+    "kind": (by_kind, SOME),
+    "chance": (lambda m, x: m.layer(x) * (2.0 if 3 * m.s > 1 else m.s), (0.1, 0.4, 0.2, 0.45, 0.3)),
+    "order of a norm": (lambda m, x: F.normalize(m.layer(x), p=1 + m.s), SOME),
+    "size": (lambda m, x: F.interpolate(m.layer(x)[None], scale_factor=10 * m.s).mean((0, 2))[:, None], SOME),
+    "slice": (halves, (2, 3, 5)),
+    "tensor": (lambda m, x: m.layer(x) * torch.tensor(m.s, dtype=x.dtype), SOME),
+    "backward": (lambda m, x: Scaled.apply(m.layer(x), m.s), SOME),
+}
+"""Code whose numbers cannot be followed, or not that far."""
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_members_that_differ_in_numbers_need_one_more_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, values, num_traces = FOLLOWED[name]
+    work = count_work(monkeypatch)
+    fleet = tm.Fleet([coded_member(code, value) for value in values], mse, EXAMPLE)
+    assert work["traces"] == num_traces
+    assert num_traces > 2 or num_groups(fleet) == 1
+    assert_right(fleet, partial(coded_member, code), values)
+
+
+@pytest.mark.filterwarnings("ignore:member")
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_numbers_that_cannot_be_followed_are_traced_each(name: str) -> None:
+    code, values = OTHERWISE[name]
+    fleet = tm.Fleet([coded_member(code, value) for value in values], mse, EXAMPLE)
+    assert_right(fleet, partial(coded_member, code), values)
+
+
+def test_numbers_of_a_loss_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its closure: a temperature, a weight, a limit, and a smoothing, which torch itself takes apart."""
+
+    def make(number: float) -> tm.Member:
+        def loss(model: Any, batch: Any) -> Tensor:
+            targets = (batch[1][:, 0] > 0).long()
+            penalty = model.layer[0].weight.clamp(-number, number).square().sum()
+            error = F.cross_entropy(model(batch[0]) / number, targets, label_smoothing=number)
+            return error * (1 + number) + number * penalty
+
+        return coded_member(lambda m, x: m.layer(x), 1.0, loss)
+
+    work = count_work(monkeypatch)
+    fleet = tm.Fleet([make(value) for value in SOME], None, EXAMPLE)
+    assert (work["traces"], num_groups(fleet)) == (2, 1)
+    assert_right(fleet, make, SOME)
+
+
+def test_a_newcomer_with_another_number_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout, which draws: its results are those of a fleet with nobody else."""
+
+    def make(rate: float, name: str) -> tm.Member:
+        model = mlp(dropout=rate)
+        return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), name, seed=7)
+
+    fleet = tm.Fleet([make(rate, f"m{rate}") for rate in SOME], mse, EXAMPLE)
+    fleet.step(EXAMPLE)
+    work = count_work(monkeypatch)
+    fleet.replace("m0.2", make(0.6, "new"))
+    fleet.drop("m0.1")
+    fleet.add(make(0.7, "newer"))
+    fleet.members[0].model[2].p = 0.15
+    fleet.refresh("new")
+    assert work.total() == 0
+    losses = dict(zip(fleet.names, fleet.step(EXAMPLE), strict=True))
+    assert work.total() == 0
+    for rate, name in ((0.15, "new"), (0.7, "newer")):
+        (alone,) = tm.Fleet([make(rate, "alone")], mse, EXAMPLE).step(EXAMPLE)
+        torch.testing.assert_close(losses[name], alone, rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_place_that_differs_is_followed_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(setting: tuple[float, float]) -> tm.Member:
+        first, second = setting
+        member = coded_member(lambda m, x: m.layer(x) * m.s + m.settings["kept"], first)
+        member.model.settings["kept"] = second  # type: ignore[index, operator]
+        return member
+
+    settings = [(0.1, 0.3), (0.2, 0.3), (0.4, 0.3), (0.2, 0.6), (0.7, 0.8), (0.1, 0.2)]
+    work = count_work(monkeypatch)
+    fleet = tm.Fleet(list(map(make, settings)), mse, EXAMPLE)
+    assert work["traces"] == 3
+    assert_right(fleet, make, settings)
+
+
+# ---- a network with numbers that users search over -------------------------------------------------------
 
 INPUTS, WIDTH, CLASSES = 6, 12, 5
 
@@ -65,56 +238,8 @@ def member_of(number: int, loss: Any = None, seed: int = 0, **settings: float) -
     return tm.Member(model, optimizer, name=f"m{number}", seed=seed + number, loss=loss or loss_of())
 
 
-def fleet_of(members: Sequence[tm.Member], **options: Any) -> tm.Fleet:
-    return tm.Fleet(members, None, BATCHES[0], precision="fp64", **options)
-
-
-def num_groups(fleet: tm.Fleet) -> int:
-    return len(fleet.summary())
-
-
-def weights_of(fleet: tm.Fleet) -> list[dict[str, Tensor]]:
-    fleet.sync()
-    return [copy.deepcopy(member.model.state_dict()) for member in fleet.members]
-
-
-def assert_as_plain(
-    make: Callable[[], list[tm.Member]], fleet: tm.Fleet, batches: Sequence[Any] = BATCHES
-) -> None:
-    """Train the members in the fleet and in plain torch; compare losses and weights in fp64."""
-    alone = make()
-    for batch in batches:
-        losses = fleet.step(batch)
-        for ours, member in zip(losses, alone, strict=True):
-            member.optimizer.zero_grad()
-            assert member.loss is not None
-            value = member.loss(member.model, batch)
-            value.backward()
-            member.optimizer.step()
-            torch.testing.assert_close(ours, value.detach(), rtol=1e-12, atol=1e-13)
-    for found, member in zip(weights_of(fleet), alone, strict=True):
-        torch.testing.assert_close(found, member.model.state_dict(), rtol=1e-11, atol=1e-12)
-
-
-SEARCHES: dict[str, Callable[[int], tm.Member]] = {
-    "smoothing": lambda i: member_of(i, loss_of(smoothing=0.05 * (i + 1))),
-    "loss weight": lambda i: member_of(i, loss_of(weight=(0.5, 2, 1e-3)[i])),
-    "temperature": lambda i: member_of(i, loss_of(temperature=1.0 + i)),
-    "clamp": lambda i: member_of(i, loss_of(limit=0.1 * (i + 1))),
-    "alpha": lambda i: member_of(i, alpha=(4, 8, 16)[i]),
-    "slope": lambda i: member_of(i, slope=0.1 * (i + 1)),
-    "epsilon": lambda i: member_of(i, eps=(1e-5, 1e-3, 1e-1)[i]),
-}
-
-
-@pytest.mark.parametrize("name", SEARCHES)
-def test_members_that_differ_in_a_number_train_as_one(name: str) -> None:
-    def make() -> list[tm.Member]:
-        return [SEARCHES[name](number) for number in range(3)]
-
-    fleet = fleet_of(make())
-    assert num_groups(fleet) == 1
-    assert_as_plain(make, fleet)
+def fleet_of(members: Iterable[tm.Member], **options: Any) -> tm.Fleet:
+    return tm.Fleet(list(members), None, BATCHES[0], precision="fp64", **options)
 
 
 class Frozen(nn.BatchNorm1d):
@@ -127,7 +252,7 @@ class Frozen(nn.BatchNorm1d):
 class Layered(nn.Module):
     """Layers with a number each: ``names`` has where."""
 
-    names = ("eps", "momentum", "eps", "eps", "eps", "eps", "eps", "max_val", "threshold", "value", "lambd")
+    names = ("eps", "momentum", *("eps",) * 6, "max_val", "threshold", "value", "lambd")
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -140,6 +265,7 @@ class Layered(nn.Module):
             nn.InstanceNorm1d(4, eps=value, affine=True),
             nn.GroupNorm(2, 4, eps=value),
             nn.RMSNorm(2, eps=value),
+            nn.LayerNorm(2, eps=value),
             nn.Hardtanh(-1.0, value * 3),
             nn.Threshold(value - 1, value - 1.1),
             nn.ConstantPad1d(1, value),
@@ -151,36 +277,44 @@ class Layered(nn.Module):
 
 
 def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in plain torch, in training and evaluation, and after a change while they train."""
+    """As in plain torch, in training and evaluation. A number that changes while they train is used from the
+    next step on, without another program: bitwise as in a fleet that is built with it."""
 
-    def make() -> list[tm.Member]:
-        members = []
-        for number in range(3):
-            torch.manual_seed(number)
-            model = Layered(0.1 * (number + 1)).double()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (number + 1))
-            members.append(tm.Member(model, optimizer, name=f"m{number}", loss=plain_loss))
-        return members
+    def make(number: int) -> tm.Member:
+        torch.manual_seed(number)
+        model = Layered(0.1 * (number + 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (number + 1))
+        return tm.Member(model, optimizer, name=f"m{number}", loss=plain_loss)
 
-    fleet = fleet_of(make())
+    fleet = fleet_of(map(make, range(3)))
     assert num_groups(fleet) == 1
-    assert_as_plain(make, fleet)
+    alone = [make(number) for number in range(3)]
+    losses = torch.tensor([train_alone(member, BATCHES) for member in alone], dtype=torch.float64)
+    found = torch.stack([fleet.step(batch) for batch in BATCHES], 1)
+    torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-13)
+    fleet.sync()
+    for ours, theirs in zip(fleet.members, alone, strict=True):  # some biases have no gradient but rounding
+        states = (member.model.state_dict() for member in (ours, theirs))
+        torch.testing.assert_close(*states, rtol=1e-11, atol=1e-12)
     scores = fleet.evaluate(BATCHES[:1])
     for member in fleet.members:
         member.model.eval()
         assert scores[str(member.name)]["loss"] == pytest.approx(plain_loss(member.model, BATCHES[0]).item())
         member.model.train()
 
-    live, built = fleet_of(make()), make()
+    live, built = fleet_of(map(make, range(3))), [make(number) for number in range(3)]
     for model in (live.members[1].model, built[1].model):
         for layer, name in zip(model.layers, Layered.names, strict=True):
             setattr(layer, name, 0.45)
     other = fleet_of(built)
     work = count_work(monkeypatch)
+    with pytest.raises(tm.MemberChangedError):
+        live.step(BATCHES[0])
     live.refresh("m1")
-    for batch in BATCHES[:2]:
+    for batch in BATCHES:
         assert torch.equal(live.step(batch), other.step(batch))
     assert work["fusions"] == 0
+    assert_same_states(states_of(live), states_of(other))
 
 
 def test_dropout_probabilities_draw_what_a_fleet_of_one_draws() -> None:
@@ -221,28 +355,6 @@ def test_numbers_as_inputs_round_as_literals_do(precision: str) -> None:
         torch.testing.assert_close(together.step(batch), single, rtol=3e-6, atol=1e-6)
 
 
-def test_a_number_changes_live_without_another_trace_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step uses it, no program is built, and the result is bitwise that of a fleet built with it."""
-    rates = [0.1, 0.2, 0.3]
-
-    def make(number: int, rate: float) -> tm.Member:
-        return member_of(number, dropout=rate, alpha=2.0 + number)
-
-    changed = fleet_of([make(number, rate) for number, rate in enumerate(rates)])
-    built = fleet_of([make(number, rate) for number, rate in enumerate((0.1, 0.45, 0.3))])
-    work = count_work(monkeypatch)
-    changed.members[1].model.dropout.p = 0.45
-    with pytest.raises(tm.MemberChangedError):
-        changed.step(BATCHES[0])
-    changed.refresh("m1")
-    assert work["fusions"] == 0
-    for batch in BATCHES:
-        assert torch.equal(changed.step(batch), built.step(batch))
-    assert work["fusions"] == 0
-    for ours, theirs in zip(weights_of(changed), weights_of(built), strict=True):
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_a_number_in_which_all_agreed_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more program, and none after that."""
     fleet = fleet_of([member_of(number, dropout=0.1) for number in range(2)])
@@ -265,8 +377,7 @@ def test_members_come_go_and_evaluate_with_numbers_of_their_own() -> None:
     fleet.drop("m1")
     fleet.add(make(4))
     assert num_groups(fleet) == 1
-    numbers = [int(name[1:]) for name in fleet.names]
-    assert_as_plain(lambda: [make(number) for number in numbers], fleet)
+    assert_trains_alone(fleet, lambda i: make(int(fleet.names[i][1:])), BATCHES)
     scores = fleet.evaluate(BATCHES)
     for member in fleet.members:
         member.model.eval()
@@ -278,29 +389,26 @@ def test_members_come_go_and_evaluate_with_numbers_of_their_own() -> None:
 
 
 def test_batches_of_another_size_use_the_members_numbers() -> None:
-    def make() -> list[tm.Member]:
-        return [member_of(number, loss_of(smoothing=0.1 * (number + 1))) for number in range(3)]
+    def make(number: int) -> tm.Member:
+        return member_of(number, loss_of(smoothing=0.1 * (number + 1)))
 
-    fleet = fleet_of(make())
-    assert_as_plain(make, fleet, [BATCHES[0], batch_of(9, size=3), BATCHES[1], batch_of(10, size=3)])
+    batches = [BATCHES[0], batch_of(9, size=3), BATCHES[1], batch_of(10, size=3)]
+    assert_trains_alone(fleet_of(map(make, range(3))), make, batches)
 
 
 def test_a_planned_fleet_trains_by_the_members_numbers() -> None:
-    def make() -> list[tm.Member]:
-        return [
-            member_of(number, loss_of(weight=0.1 * (number + 1)), alpha=1.0 + number) for number in range(2)
-        ]
+    def make(number: int) -> tm.Member:
+        return member_of(number, loss_of(weight=0.1 * (number + 1)), alpha=1.0 + number)
 
-    fleet = fleet_of(make())
+    batches = [*BATCHES, batch_of(9, size=3)]
+    fleet, reference = (fleet_of(map(make, range(2))) for _ in range(2))
     fleet.plan(policy="none")
-    assert_as_plain(make, fleet, [*BATCHES, batch_of(9, size=3)])
-    fleet.members[0].model.alpha = 7.0
-    fleet.refresh("m0")
-    reference = fleet_of(make())
-    for batch in [*BATCHES, batch_of(9, size=3)]:
+    assert_trains_alone(fleet, make, batches)
+    for batch in batches:
         reference.step(batch)
-    reference.members[0].model.alpha = 7.0
-    reference.refresh("m0")
+    for each in (fleet, reference):
+        each.members[0].model.alpha = 7.0
+        each.refresh("m0")
     torch.testing.assert_close(fleet.step(BATCHES[0]), reference.step(BATCHES[0]), rtol=1e-12, atol=1e-13)
 
 
@@ -337,27 +445,3 @@ def test_explain_says_what_is_free_and_what_splits() -> None:
     text = fleet.explain()
     assert "per member: " in text
     assert second.split_because in text
-
-
-def test_the_layers_of_a_search_space_share_a_group() -> None:
-    """Optuna's PyTorch example with layers, units and optimizer class fixed: dropout per layer, and lr."""
-
-    def make(trial: int) -> tm.Member:
-        torch.manual_seed(trial)
-        rates = (0.2 + 0.05 * trial, 0.5 - 0.04 * trial, 0.3)
-        layers: list[nn.Module] = []
-        for size, rate in zip((INPUTS, 8, 8), rates, strict=True):
-            layers += [nn.Linear(size, 8), nn.ReLU(), nn.Dropout(rate)]
-        model = nn.Sequential(*layers, nn.Linear(8, CLASSES), nn.LogSoftmax(dim=1)).double()
-        return tm.Member(model, torch.optim.Adam(model.parameters(), lr=10.0 ** -(trial + 1)))
-
-    fleet = tm.Fleet(
-        [make(trial) for trial in range(4)],
-        lambda model, batch: F.nll_loss(model(batch[0]), batch[1]),
-        BATCHES[0],
-        precision="fp64",
-    )
-    assert num_groups(fleet) == 1
-    fleet.add(make(5))
-    assert num_groups(fleet) == 1
-    assert torch.isfinite(fleet.step(BATCHES[0])).all()
