@@ -10,31 +10,11 @@ from typing import Any
 
 import pytest
 from fit_cases import BATCHES, HUGE, failing_at, points
+from tests.terminals import open_terminal
 
 from trainmux.errors import ConfigError, TrainmuxWarning
 
 pytestmark = pytest.mark.usefixtures("built_once")
-
-HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-def open_terminal(monkeypatch: pytest.MonkeyPatch, width: int = 40, height: int = 12) -> Terminal:
-    """Put a terminal in the place of stdout."""
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("LINES", str(height))
-    monkeypatch.setenv("COLUMNS", str(width))
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JUPYTER_COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    return stream
 
 
 def test_plain_lines_in_a_pipe_or_silence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,26 +40,23 @@ def test_frozen_members_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError()], ids=repr)
 def test_the_terminal_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    pytest.importorskip("rich")
     terminal = open_terminal(monkeypatch)
     names = {f"[red]m{index}": 0.01 * index for index in range(30)}
     with pytest.raises(type(error)):
         points(names).fit(BATCHES, epochs=4, log_every=1, callbacks=[failing_at(5, error)])
-    assert sys.stdout is terminal
+    terminal.assert_left_as_it_was()
     shown = terminal.getvalue()
     assert "epoch 2/4" in shown
     # Best and worst, by name: the best at first is the slowest; brackets are no markup.
     assert "[red]m0" in shown
     assert "[red]m15" not in shown
     assert "… 23 more" in shown
-    assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
 
 
 @pytest.mark.parametrize(("count", "num_hidden"), [(64, 0), (500, 397)])
 def test_many_members_stand_side_by_side(
     monkeypatch: pytest.MonkeyPatch, count: int, num_hidden: int
 ) -> None:
-    pytest.importorskip("rich")
     terminal = open_terminal(monkeypatch, 160, 30)
     points({f"m{index}": 0.001 * index for index in range(count)}).fit(BATCHES, epochs=1)
     shown = re.sub(r"\x1b\[[\d;?]*\w", "", terminal.getvalue().rpartition("epoch 1/1")[2])

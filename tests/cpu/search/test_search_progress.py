@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.terminals import open_terminal
 from torch import Tensor, nn
 
 import trainmux as tm
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
-SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 LOADER = [torch.ones(1, 1)]
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-    def last_frame(self) -> list[str]:
-        """The lines that are left on the screen."""
-        frames = re.split(r"(?:\x1b\[1A|\x1b\[2K|\r)+", self.getvalue())
-        plain = (re.sub(r"\x1b\[[\d;?]*\w", "", frame).strip("\n") for frame in frames)
-        return [frame for frame in plain if frame][-1].splitlines()
-
-
-def open_terminal(monkeypatch: pytest.MonkeyPatch, width: int, height: int) -> Terminal:
-    pytest.importorskip("rich")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    for name, value in (("TERM", "xterm"), ("COLUMNS", str(width)), ("LINES", str(height))):
-        monkeypatch.setenv(name, value)
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JUPYTER_COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    return stream
 
 
 def square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -99,10 +73,8 @@ def test_the_terminal_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     terminal = open_terminal(monkeypatch, 80, 20)
     with pytest.raises(KeyboardInterrupt):
         run(4, max_epochs=3, callbacks=[Interrupt()])
-    assert sys.stdout is terminal
-    shown = terminal.getvalue()
-    assert "a line of the user's" in shown
-    assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
+    terminal.assert_left_as_it_was()
+    assert "a line of the user's" in terminal.getvalue()
 
 
 def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
