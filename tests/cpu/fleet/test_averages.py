@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, adam_member, mse
+from fleet_cases import BATCHES, EXAMPLE, adam_member, mse, train_alone
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -20,16 +20,10 @@ PASS = BATCHES[:4]
 NUM_EPOCHS = 4
 
 
-def step_alone(member: Member, batch: Any) -> None:
-    member.optimizer.zero_grad()
-    mse(member.model, batch).backward()
-    member.optimizer.step()
-
-
 def ema_alone(member: Member) -> AveragedModel:
     average = AveragedModel(member.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     for batch in PASS * NUM_EPOCHS:
-        step_alone(member, batch)
+        train_alone(member, [batch])
         average.update_parameters(member.model)
     return average
 
@@ -37,8 +31,7 @@ def ema_alone(member: Member) -> AveragedModel:
 def swa_alone(member: Member) -> AveragedModel:
     average = AveragedModel(member.model)
     for epoch in range(1, NUM_EPOCHS + 1):
-        for batch in PASS:
-            step_alone(member, batch)
+        train_alone(member, PASS)
         if epoch >= 2:
             average.update_parameters(member.model)
     return average
@@ -60,7 +53,7 @@ def assert_like(weights: dict[str, Tensor], average: AveragedModel) -> None:
 
 @every_way
 def test_averages_are_those_of_each_member_alone(make: Any, alone: Any) -> None:
-    fleet, average = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE), make()
+    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), make()
     fleet.fit(PASS, epochs=NUM_EPOCHS, callbacks=[average], progress=False)
     for number in range(2):
         assert_like(average.weights(f"m{number}"), alone(adam_member(number)))
@@ -69,13 +62,13 @@ def test_averages_are_those_of_each_member_alone(make: Any, alone: Any) -> None:
 @every_way
 def test_a_resumed_fit_goes_on_with_its_averages(make: Any, alone: Any, tmp_path: Path) -> None:
     for epochs in (2, NUM_EPOCHS):
-        fleet, average = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE), make()
+        fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), make()
         fleet.fit(PASS, epochs=epochs, callbacks=[average], checkpoint=tmp_path / "fit", progress=False)
     assert_like(average.weights("m1"), alone(adam_member(1)))
 
 
 def test_averages_under_a_plan() -> None:
-    fleet, average = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE), EMA(decay=0.8)
+    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), EMA(decay=0.8)
     fleet.use(fleet.plan("1 GiB"))
     fleet.fit(PASS, epochs=NUM_EPOCHS, callbacks=[average], progress=False)
     for number in range(2):
@@ -83,7 +76,7 @@ def test_averages_under_a_plan() -> None:
 
 
 def test_members_are_evaluated_with_their_averages_and_get_their_weights_back() -> None:
-    fleet, average = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE), EMA(decay=0.8)
+    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), EMA(decay=0.8)
     fleet.fit(PASS, epochs=NUM_EPOCHS, callbacks=[average], progress=False)
     before = fleet.evaluate(BATCHES[5:7])
     with average.swapped(fleet):
@@ -95,7 +88,7 @@ def test_members_are_evaluated_with_their_averages_and_get_their_weights_back() 
 
 
 def test_a_member_that_is_not_finite_keeps_its_average() -> None:
-    fleet, average = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE), EMA(decay=0.8)
+    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), EMA(decay=0.8)
     fleet.fit(PASS, epochs=1, callbacks=[average], progress=False)
     before = average.weights("m0")
     with torch.no_grad():

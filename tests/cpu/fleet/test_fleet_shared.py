@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, TOLERANCE, assert_same_fleets, mse, states_of
+from fleet_cases import BATCHES, EXAMPLE, TOLERANCE, assert_same_fleets, mse, states_of, train_alone
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -63,25 +63,25 @@ def copies_of(base: nn.Module) -> set[int]:
     return {item.untyped_storage().data_ptr() for item in tensors if item.numel() == size}
 
 
-def alone(members: list[tm.Member]) -> dict[str, dict[str, Tensor]]:
+def alone(members: list[tm.Member], loss: Any = mse) -> dict[str, dict[str, Tensor]]:
     """The members' weights after plain training of copies that share nothing."""
-    found = {}
-    for member in copy.deepcopy(members):
-        for batch in BATCHES:
-            member.optimizer.zero_grad()
-            mse(member.model, batch).backward()
-            member.optimizer.step()
-        assert member.name is not None
-        found[member.name] = member.model.state_dict()
-    return found
+    copies = copy.deepcopy(members)
+    for member in copies:
+        train_alone(member, BATCHES, loss)
+    return {member.name or "": member.model.state_dict() for member in copies}
 
 
-def assert_trained_alike(fleet: tm.Fleet, expected: dict[str, dict[str, Tensor]]) -> None:
+def assert_trains_alike(
+    fleet: tm.Fleet, expected: dict[str, dict[str, Tensor]], batches: Sequence[Any] = BATCHES
+) -> None:
+    """Step the fleet over ``batches``; all members then have the weights that are expected of them."""
+    for batch in batches:
+        fleet.step(batch)
     fleet.sync()
     for member in fleet.members:
-        assert member.name is not None
         for name, tensor in member.model.state_dict().items():
-            torch.testing.assert_close(tensor, expected[member.name][name], rtol=TOLERANCE, atol=1e-14)
+            wanted = expected[member.name or ""][name]
+            torch.testing.assert_close(tensor, wanted, rtol=TOLERANCE, atol=1e-14)
 
 
 # ---- share_frozen --------------------------------------------------------------------------------------
@@ -129,10 +129,8 @@ def test_probes_on_one_backbone_train_as_alone_and_compute_it_once() -> None:
     members = probes(base, None, None, None)
     expected, before = alone(members), copies_of(base)
     fleet = tm.Fleet(members, mse, EXAMPLE)
-    for batch in BATCHES:
-        fleet.step(batch)
+    assert_trains_alike(fleet, expected)
     assert copies_of(base) == before
-    assert_trained_alike(fleet, expected)
     (summary,) = fleet.summary()
     products = {(record.how, record.count) for record in summary.records if "addmm" in record.op}
     assert ("shared", 2) in products  # both layers of the base, once for all members
@@ -165,16 +163,9 @@ def test_students_learn_from_one_frozen_teacher_as_alone() -> None:
     for number in range(2):
         model = Student(number)
         members.append(tm.Member(model, torch.optim.SGD(model.net.parameters(), 0.1), f"m{number}"))
-    plain = copy.deepcopy(members)
+    expected = alone(members, distill)
     fleet = tm.Fleet(members, distill, EXAMPLE)
-    for batch in BATCHES:
-        losses = fleet.step(batch)
-        for number, member in enumerate(plain):
-            loss = distill(member.model, batch)
-            torch.testing.assert_close(losses[number], loss.detach(), rtol=TOLERANCE, atol=1e-14)
-            member.optimizer.zero_grad()
-            loss.backward()
-            member.optimizer.step()
+    assert_trains_alike(fleet, expected)
     assert len(fleet.summary()) == 1
 
 
@@ -183,9 +174,7 @@ def test_a_base_whose_statistics_change_has_them_for_each_member() -> None:
     members = probes(base, None, None)
     expected = alone(members)
     fleet = tm.Fleet(members, mse, EXAMPLE)
-    for batch in BATCHES:
-        fleet.step(batch)
-    assert_trained_alike(fleet, expected)
+    assert_trains_alike(fleet, expected)
     assert not torch.equal(members[0].model.base[1].running_mean, base[1].running_mean)  # type: ignore[union-attr, index, arg-type]
 
 
@@ -198,9 +187,7 @@ def test_a_base_in_another_layout_or_place_of_its_memory_is_used_as_it_is_seen()
     members = probes(base, None, None)
     expected = alone(members)
     fleet = tm.Fleet(members, mse, EXAMPLE)
-    for batch in BATCHES:
-        fleet.step(batch)
-    assert_trained_alike(fleet, expected)
+    assert_trains_alike(fleet, expected)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------
@@ -230,9 +217,7 @@ def test_a_copy_in_place_is_enough_to_train_a_part_of_a_shared_base() -> None:
     shared.data = shared.data.clone()
     expected = alone(members)
     fleet = tm.Fleet(members, mse, EXAMPLE)
-    for batch in BATCHES:
-        fleet.step(batch)
-    assert_trained_alike(fleet, expected)
+    assert_trains_alike(fleet, expected)
 
 
 def _one_normalisation(base: nn.Module) -> list[tm.Member]:
@@ -265,11 +250,9 @@ def test_members_come_and_go_on_one_base() -> None:
     fleet = tm.Fleet(members, mse, EXAMPLE)
     fleet.replace("m1", others[0])
     fleet.add(others[1])
-    for batch in BATCHES:
-        fleet.step(batch)
+    assert_trains_alike(fleet, expected)
     assert [len(group.members) for group in fleet.summary()] == [2, 1]
     assert copies_of(base) == before
-    assert_trained_alike(fleet, expected)
 
 
 def test_a_member_that_was_alone_on_its_base_is_joined_by_one_that_shares_it() -> None:
@@ -287,9 +270,7 @@ def test_constants_held_per_member_stay_so_when_a_newcomer_shares_them() -> None
     fleet = tm.Fleet(members[:2], mse, EXAMPLE)
     fleet.drop("m1")
     fleet.add(members[2])
-    for batch in BATCHES:
-        fleet.step(batch)
-    assert_trained_alike(fleet, expected)
+    assert_trains_alike(fleet, expected)
 
 
 def test_members_on_another_base_form_a_group_of_their_own() -> None:
@@ -299,11 +280,9 @@ def test_members_on_another_base_form_a_group_of_their_own() -> None:
     expected, before = alone(members), copies_of(one)
     fleet = tm.Fleet(members[:3], mse, EXAMPLE)
     fleet.add(members[3])
-    for batch in BATCHES:
-        fleet.step(batch)
+    assert_trains_alike(fleet, expected)
     assert [group.members for group in fleet.summary()] == [("m0", "m1"), ("m2", "m3")]
     assert copies_of(one) == before
-    assert_trained_alike(fleet, expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -452,7 +431,5 @@ def test_a_plan_trains_members_on_one_base_as_alone_and_gives_it_back(tmp_path: 
         fleet.step(batch)
     fleet.save_member("m2", tmp_path)
     fleet.use(None)
-    for batch in BATCHES[6:]:
-        fleet.step(batch)
+    assert_trains_alike(fleet, expected, BATCHES[6:])
     assert copies_of(base) == before
-    assert_trained_alike(fleet, expected)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fleet_cases import train_alone
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -52,15 +53,8 @@ def fleet_of(members: list[tm.Member], loader: tm.IndexBatches) -> tm.Fleet:
 
 def alone(number: int, batches: list[Tensor]) -> tuple[tm.Member, list[float]]:
     """The member and its losses in plain torch, given the rows of each batch."""
-    found, losses = member(number), []
-    for rows in batches:
-        found.optimizer.zero_grad()
-        loss, _ = mse(found.model, DATA[rows])
-        loss.backward()
-        found.optimizer.step()
-        found.scheduler.step()
-        losses.append(loss.item())
-    return found, losses
+    found = member(number)
+    return found, train_alone(found, [DATA[rows] for rows in batches], mse)
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import own_optimizers as own
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, mse
+from fleet_cases import BATCHES, EXAMPLE, mse, train_alone
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -93,16 +93,6 @@ def members_of(name: str, dtype: torch.dtype = torch.float64, *, model: Any = mo
     return members
 
 
-def train_alone(member: Member, batches: Sequence[Any], loss: Any = mse) -> None:
-    """In plain torch."""
-    for batch in batches:
-        member.optimizer.zero_grad()
-        loss(member.model, batch).backward()
-        member.optimizer.step()
-        if member.scheduler is not None:
-            member.scheduler.step()
-
-
 def train(fleet: Fleet, batches: Sequence[Any]) -> None:
     for batch in batches:
         fleet.step(batch)
@@ -125,17 +115,24 @@ def assert_close(ours: Tensor, plain: Tensor, tolerance: float) -> None:
     assert (ours - plain).abs().max() <= tolerance * plain.abs().max()
 
 
+def assert_trains_as_alone(
+    ours: Sequence[Member], plain: Sequence[Member], fleet: Fleet, batches: Sequence[Any], **options: Any
+) -> None:
+    """Train the fleet, and the others in plain torch; compare each of ours with each of those."""
+    tolerance = options.pop("tolerance", 1e-12)
+    train(fleet, batches)
+    fleet.sync()
+    for mine, theirs in zip(ours, plain, strict=True):
+        train_alone(theirs, batches, **options)
+        assert_equal(mine, theirs, tolerance)
+
+
 @every_case
 def test_members_train_as_alone_and_one_that_is_not_finite_keeps_its_bits(name: str) -> None:
     ours, plain, tolerance = members_of(name), members_of(name), CASES[name].tolerance
     fleet = Fleet(ours, mse, EXAMPLE)
     assert len(fleet._groups) == 1
-    train(fleet, BATCHES[:5])
-    fleet.sync()
-    for member in plain:
-        train_alone(member, BATCHES[:5])
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert_equal(mine, theirs, tolerance)
+    assert_trains_as_alone(ours, plain, fleet, BATCHES[:5], tolerance=tolerance)
     group = fleet._groups[0]
     next(iter(group.state.tensors.values()))[2, 0] = math.inf
     before = [rows[2].clone() for rows in group.state.stacked()[:-3]]
@@ -164,13 +161,9 @@ def test_members_with_a_history_and_newcomers_go_on_as_alone(name: str) -> None:
     if not grows:
         fleet.drop("m2")
     fleet.add(ours[2])
-    train(fleet, BATCHES[5:9])
-    fleet.sync()
-    train_alone(plain[0], BATCHES[3:9])
-    train_alone(plain[1], BATCHES[3:9])
-    train_alone(plain[2], BATCHES[5:9])
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert_equal(mine, theirs)
+    for member in plain[:2]:
+        train_alone(member, BATCHES[3:5])
+    assert_trains_as_alone(ours, plain, fleet, BATCHES[5:9])
 
 
 @pytest.mark.parametrize("name", ["nadam", "rprop", "adafactor", "anchored"])
@@ -213,47 +206,30 @@ def test_other_precisions_round_like_plain_torch(name: str, dtype: torch.dtype) 
         assert all((a - b).abs().max() <= 16 * torch.finfo(dtype).eps * b.abs().max() for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["nadam", "adafactor", "orthogonal"])
+@pytest.mark.parametrize(
+    "name",
+    ["adafactor", *(pytest.param(name, marks=pytest.mark.extensive) for name in ("nadam", "orthogonal"))],
+)
 def test_compiled_updates_are_the_same(name: str) -> None:
-    ours, plain = members_of(name), members_of(name)
+    ours = members_of(name)
     fleet = Fleet(ours, mse, EXAMPLE, lowering="inductor")
-    train(fleet, BATCHES[:4])
-    fleet.sync()
-    for mine, theirs in zip(ours, plain, strict=True):
-        train_alone(theirs, BATCHES[:4])
-        assert_equal(mine, theirs)
+    assert_trains_as_alone(ours, members_of(name), fleet, BATCHES[:4])
 
 
 @pytest.mark.parametrize("name", ["adafactor", pytest.param("nadam", marks=pytest.mark.extensive)])
 def test_a_plan_trains_the_same(name: str) -> None:
-    ours, plain = members_of(name), members_of(name)
+    ours = members_of(name)
     fleet = Fleet(ours, mse, EXAMPLE)
     fleet.use(fleet.plan("1 GiB"))
-    train(fleet, BATCHES[:4])
-    fleet.sync()
-    for mine, theirs in zip(ours, plain, strict=True):
-        train_alone(theirs, BATCHES[:4])
-        assert_equal(mine, theirs)
+    assert_trains_as_alone(ours, members_of(name), fleet, BATCHES[:4])
 
 
 def test_clipping_and_accumulation_come_before_the_update() -> None:
     ours, plain = members_of("lamb"), members_of("lamb")
-    ours[1].clip_norm = 0.01
+    for members in (ours, plain):
+        members[1].clip_norm = 0.01
     fleet = Fleet(ours, mse, EXAMPLE, accumulate=2)
-    for batch in BATCHES[:6]:
-        fleet.step(batch)
-    fleet.sync()
-    for number, member in enumerate(plain):
-        for first in range(0, 6, 2):
-            member.optimizer.zero_grad()
-            for batch in BATCHES[first : first + 2]:
-                (mse(member.model, batch) / 2).backward()
-            if number == 1:
-                nn.utils.clip_grad_norm_(member.model.parameters(), 0.01)
-            member.optimizer.step()
-            if member.scheduler is not None:
-                member.scheduler.step()
-        assert_equal(ours[number], member)
+    assert_trains_as_alone(ours, plain, fleet, BATCHES[:6], accumulate=2)
 
 
 def test_a_decision_on_a_setting_is_followed_while_members_train() -> None:
@@ -285,13 +261,8 @@ def test_param_groups_have_settings_of_their_own() -> None:
         groups = [{"params": [first], "lr": 0.1}, {"params": [last], "betas": (0.5, 0.9)}]
         return Member(model, torch.optim.NAdam(groups, lr=0.01 * (number + 1)), f"m{number}")
 
-    ours, plain = [make(0), make(1)], [make(0), make(1)]
-    fleet = Fleet(ours, mse, EXAMPLE)
-    train(fleet, BATCHES[:4])
-    fleet.sync()
-    for mine, theirs in zip(ours, plain, strict=True):
-        train_alone(theirs, BATCHES[:4])
-        assert_equal(mine, theirs)
+    ours = [make(0), make(1)]
+    assert_trains_as_alone(ours, [make(0), make(1)], Fleet(ours, mse, EXAMPLE), BATCHES[:4])
 
 
 _REFUSED = {
