@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+NOT_MEASURED = "Not measured."
 
 
 def fill(page: Path, mark: str, part: Callable[[str], str]) -> None:
@@ -13,6 +16,15 @@ def fill(page: Path, mark: str, part: Callable[[str], str]) -> None:
     text = page.read_text(encoding="utf-8")
     text = pattern.sub(lambda found: f"{found[1]}{part(found[2])}\n{found[3]}", text)
     page.write_text(text, encoding="utf-8")
+
+
+def source(runs: Sequence[Mapping[str, Any]], *more: str) -> str:
+    """Say where results are from: the devices and versions of their runs, what else there is, the dates."""
+    if not runs:
+        return NOT_MEASURED
+    dates = sorted(run["date"][:10] for run in runs)
+    machines = dict.fromkeys(f"{run['device']}, torch {run['torch']}" for run in runs)
+    return "; ".join([*machines, *more, f"{len(runs)} runs from {dates[0]} to {dates[-1]}."])
 
 
 def markdown(rows: Sequence[Mapping[str, str]], num_left: int = 1) -> str:

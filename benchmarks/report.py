@@ -22,8 +22,7 @@ def command(
         document["benchmark"], plain_tables
     )(document)
     for title, table in tables.items():
-        shown = table.map(_cell)
-        print(f"{title}\n\n{shown.to_markdown(disable_numparse=True) if markdown else shown.to_string()}\n")
+        print(f"{title}\n\n{as_markdown(table) if markdown else table.map(_cell).to_string()}\n")
     for run in document["runs"]:
         made_with = f"{run['device']}, torch {run['torch']}, commit {run.get('commit', '?')[:12]}"
         print(f"- {run['date'][:10]}, {made_with}: `{run['command']}`")
@@ -127,6 +126,11 @@ def plain_tables(document: dict[str, Any]) -> dict[str, Any]:
 
     rows = pd.DataFrame(document["rows"]).drop(columns=["run", "detail", "error"], errors="ignore")
     return {document["benchmark"]: rows.set_index(rows.columns[0])}
+
+
+def as_markdown(table: Any) -> str:
+    """Format a table for a page."""
+    return str(table.map(_cell).to_markdown(disable_numparse=True))
 
 
 def _cell(value: Any) -> Any:

@@ -31,8 +31,10 @@ from trainmux.errors import TrainmuxError
 
 from .cases import map_tensors, scaled, split
 from .environment import choose_device, describe
+from .pages import fill, source
 from .processes import isolated
 from .records import Results
+from .records import read as read_results
 from .workloads.classic import CLASSIC
 from .workloads.public import ARCHITECTURES, REMEDIES, Architecture
 
@@ -302,6 +304,28 @@ class _Dtypes(TorchDispatchMode):
         return result
 
 
+def refresh(document: dict[str, Any], page: Path) -> None:
+    """Fill the parts of docs/zoo.md: where the results are from, tables by family and of all others.
+
+    `ValueError` for a part that nobody can fill.
+    """
+    from .report import as_markdown, zoo_tables
+
+    families, others = zoo_tables(document).values()
+    parts = {
+        "source": source(document["runs"]),
+        "families": as_markdown(families),
+        "others": as_markdown(others) if len(others) else "None.",
+    }
+
+    def part(name: str) -> str:
+        if name not in parts:
+            raise ValueError(f"expected a part among {', '.join(parts)}; got {name!r}")
+        return parts[name]
+
+    fill(page, "zoo", part)
+
+
 def command(
     models: Annotated[str, typer.Option(help="LIBRARY:NAME, with commas; * is any text.")] = "*",
     members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 3,
@@ -311,14 +335,25 @@ def command(
     out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
         "runs/bench/zoo.json"
     ),
+    read: Annotated[Path | None, typer.Option(help="Measure nothing: read this file of results.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Page whose tables are made from the results.")] = None,
 ) -> None:
     """Train public architectures as fleets: are they fused, captured and right."""
+    if read is None:
+        _measure_all(find(split(models)), members, device, processes, limit, out)
+    if page is not None:
+        refresh(read_results(read or out, "zoo"), page)
+        print(f"written to {page}")
+
+
+def _measure_all(
+    chosen: Sequence[Architecture], members: int, device: str, processes: int, limit: float, out: Path
+) -> None:
     # Processes are forked from one that has torch, which must not touch the device to see that it is there.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     get_context("forkserver").set_forkserver_preload(["benchmarks.zoo"])
     place = choose_device(device)
     results = Results(out, "zoo", isolated(describe, place))
-    chosen = find(split(models))
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(processes) as pool:
         what = {

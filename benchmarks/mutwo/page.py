@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import fill, markdown
+from benchmarks.pages import NOT_MEASURED, fill, markdown, source
 
 from .cells import PAPER_SIZES, Sizes
 from .figures import PICTURES, draw
 from .tables import TABLES, Found
-
-NOT_MEASURED = "Not measured."
 
 
 def refresh(document: Mapping[str, Any], page: Path, sizes: Sizes = PAPER_SIZES) -> list[Path]:
@@ -25,7 +23,7 @@ def refresh(document: Mapping[str, Any], page: Path, sizes: Sizes = PAPER_SIZES)
 
     def part(name: str) -> str:
         if name == "source":
-            return _source(found)
+            return source(found.runs)
         if name not in TABLES:
             raise ValueError(f"expected a part among source, {', '.join(TABLES)}; got {name!r}")
         shown = [
@@ -38,11 +36,3 @@ def refresh(document: Mapping[str, Any], page: Path, sizes: Sizes = PAPER_SIZES)
 
     fill(page, "mutwo", part)
     return [page, *drawn.values()]
-
-
-def _source(found: Found) -> str:
-    if not found.runs:
-        return NOT_MEASURED
-    dates = sorted(run["date"][:10] for run in found.runs)
-    machines = dict.fromkeys(f"{run['device']}, torch {run['torch']}" for run in found.runs)
-    return f"{'; '.join(machines)}; {len(found.runs)} runs from {dates[0]} to {dates[-1]}."

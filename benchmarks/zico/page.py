@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.drawing import draw_all
-from benchmarks.pages import fill, markdown
+from benchmarks.pages import NOT_MEASURED, fill, markdown, source
 
 from .figures import FIGURES
 from .tables import TABLES, Document, notes
 
-NOT_MEASURED = "Not measured."
 CAPTIONS = {
     "figure_1": "Lifespans of NASNet's tensors",
     "figure_2": "Memory over one iteration",
@@ -40,7 +39,8 @@ def refresh(document: Document, page: Path) -> list[Path]:
         if name == "jobs":
             return "\n".join(notes(document)) or NOT_MEASURED
         if name == "source":
-            return _source(document)
+            precisions = {row["precision"] for row in document["rows"] if "precision" in row}
+            return source(document["runs"], ", ".join(sorted(precisions)))
         if name not in TABLES:
             raise ValueError(
                 f"expected a part among jobs, source, {', '.join([*FIGURES, *TABLES])}; got {name!r}"
@@ -50,13 +50,3 @@ def refresh(document: Document, page: Path) -> list[Path]:
 
     fill(page, "zico", part)
     return [page, *drawn.values()]
-
-
-def _source(document: Document) -> str:
-    runs = document["runs"]
-    if not runs:
-        return NOT_MEASURED
-    dates = sorted(run["date"][:10] for run in runs)
-    machines = dict.fromkeys(f"{run['device']}, torch {run['torch']}" for run in runs)
-    precisions = sorted({row["precision"] for row in document["rows"] if "precision" in row})
-    return f"{'; '.join(machines)}; {', '.join(precisions)}; {len(runs)} runs from {dates[0]} to {dates[-1]}."

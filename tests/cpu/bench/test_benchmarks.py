@@ -136,6 +136,15 @@ def test_zoo_judges_models_against_plain_torch(tmp_path: Path, name: str) -> Non
     assert found[name]["loss_error"] < 1e-12
     assert found[name]["update_error"] < 1e-9
     assert found["timm:resnet26"]["verdict"] == "absent"
+    page = tmp_path / "zoo.md"
+    page.write_text((REPOSITORY / "docs" / "zoo.md").read_text())
+    run("zoo", "--read", str(out), "--page", str(page))
+    lines = page.read_text().splitlines()
+    assert any(line.startswith("| all ") for line in lines)
+    assert "None." in lines
+    page.write_text("<!-- zoo: charts -->\n<!-- end -->")
+    with pytest.raises(ValueError, match="charts"):
+        zoo.refresh(json.loads(out.read_text()), page)
 
 
 @pytest.mark.extensive
