@@ -330,7 +330,7 @@ CLAIMS = (
             _kept,
             "the smallest budget of each pair",
         ),
-        "Only feature maps are shared here; a pair that needs its peaks at once waits.",
+        "Measured when only feature maps were shared. Gradients and temporaries are shared now, too.",
     ),
     Claim(
         *("Zico", "NASNet's feature maps live longer than its other tensors, mean", "134 against 18 ms"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import trainmux as tm
-from trainmux.colocate._feature_maps import Iteration, TensorClass, iteration_of_profile
+from trainmux.colocate._placement import Iteration, TensorClass, iteration_of_profile
 from trainmux.profiling import analytic_profile, find_device
 
 from .jobs import BenchJob, wait_for

@@ -243,11 +243,13 @@ class ArenaSide:
             job, segment, began_at = self.job, self.next_segment, now
         return job, segment, began_at - job.trend.begins[segment]
 
-    def remainder(self, now: float) -> Remainder:
-        """The predicted heights of everything begun here and not complete."""
+    def remainders(self, now: float) -> list[Remainder]:
+        """What is left of the iterations begun here and not complete."""
         job, segment, origin = self._head(now)
-        later = self.in_flight[-1].job.trend if self.has_two_iterations else None
-        return Remainder.of(job.trend, segment, origin, later)
+        found = [Remainder(origin, job.trend.step_of_segment[segment], job.trend)]
+        if self.has_two_iterations:
+            found.append(Remainder(origin + job.trend.iteration_seconds, 0, self.in_flight[-1].job.trend))
+        return found
 
     def tail_at(self, now: float) -> float:
         """When the last segment enqueued here is predicted to end."""

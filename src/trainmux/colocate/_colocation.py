@@ -19,10 +19,10 @@ import torch
 from trainmux.colocate._admitted import AdmittedJob
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._eager import SpareMemory
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._host_device import HostDevice
 from trainmux.colocate._job import ColocationResult, Job, JobCallback, JobStep, JobUsage, check_jobs
 from trainmux.colocate._layout import MemoryLayout
+from trainmux.colocate._placement import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._protocols import ColocationDevice, Ended, StepOutcome, forget_locals
 from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
 from trainmux.colocate._stored import LifespanFolder
@@ -419,7 +419,7 @@ def colocate(
     """Co-locate jobs on one device, never past ``budget`` bytes; ``run()`` trains them.
 
     ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all free memory. A job's iteration
-    is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or released, 0
+    is cut into segments wherever ``tracking_bytes`` of the arena have been allocated or released, 0
     cutting after every kernel: by default 8 MB on a CPU, and on a CUDA device enough for segments to outlast
     their launch. Memory is shared in regions of ``region_bytes``: by default 64 MB on a CUDA device, less
     where one of ``jobs`` would have only a few; single tensors on a CPU. ``callbacks`` see every iteration of

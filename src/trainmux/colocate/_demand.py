@@ -1,7 +1,7 @@
 """Jobs as the scheduler sees them: an iteration as a row of segments, each with a height and a duration.
 
 A segment is a run of kernels that is launched at once and whose end can be waited for (§6.1). A segment ends
-where enough bytes of feature maps have been allocated or released since the last cut: the paper's event every
+where enough bytes of the arena have been allocated or released since the last cut: the paper's event every
 8 MB. Releases count as well as allocations because here an event also hands memory to the other job.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainmux.colocate._feature_maps import FeatureMapStack, Iteration
+from trainmux.colocate._placement import ArenaPlacement, Iteration
 from trainmux.errors import ConfigError
 
 TRACKING_BYTES = 8 << 20
-"""Bytes of feature maps between two cuts: the paper's value for convolutional models."""
+"""Bytes of the arena between two cuts: the paper's value for convolutional models."""
 
 
 class SegmentRef(NamedTuple):
@@ -75,14 +75,14 @@ class JobDemand:
 
 
 def segments_between(
-    cuts: Sequence[int], stack: FeatureMapStack, kernel_seconds: Sequence[float], *, slowness: float = 1.0
+    cuts: Sequence[int], placement: ArenaPlacement, kernel_seconds: Sequence[float], *, slowness: float = 1.0
 ) -> tuple[Segment, ...]:
     """Segments that end before the ranks in ``cuts``, each taking ``slowness`` times its kernels' seconds."""
     found, first = [], 0
     for end in cuts:
         taken = max(slowness * sum(kernel_seconds[first:end]), 1e-9)
-        height = max(stack.kernel_heights[first:end])
-        found.append(Segment(end - first, height, stack.holds[end - 1], taken))
+        height = max(placement.kernel_heights[first:end])
+        found.append(Segment(end - first, height, placement.holds[end - 1], taken))
         first = end
     return tuple(found)
 
@@ -90,9 +90,9 @@ def segments_between(
 def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:
     """The rank after the last kernel of each segment.
 
-    A segment ends once ``tracking_bytes`` of feature maps were allocated or released in it; 0 cuts after
-    every kernel. A segment also ends where the last feature map is released, so that the update behind it
-    leaves the arena to the other job. Refused with `ConfigError`: negative bytes.
+    A segment ends once ``tracking_bytes`` of the arena were allocated or released in it; 0 cuts after every
+    kernel. A segment also ends where the last tensor is freed, so that what follows leaves the arena to the
+    other job. Refused with `ConfigError`: negative bytes.
     """
     if tracking_bytes < 0:
         raise ConfigError(
@@ -101,10 +101,10 @@ def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:
         )
     num_kernels = len(iteration.kernel_seconds)
     changed = [0] * num_kernels
-    for row in iteration.feature_maps:
+    for row in iteration.shared:
         changed[row.allocated_by] += row.size_bytes
         changed[row.last_used_by] += row.size_bytes
-    last_use = max((row.last_used_by for row in iteration.feature_maps), default=num_kernels - 1)
+    last_use = max((row.last_used_by for row in iteration.shared), default=num_kernels - 1)
     cuts, since_cut = [], 0
     for rank in range(num_kernels):
         since_cut += changed[rank]

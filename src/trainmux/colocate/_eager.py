@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
+from trainmux.colocate._placement import ALIGNMENT_BYTES
 from trainmux.colocate._protocols import JobWork, StepOutcome, forget_locals
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import Memory, limited_growth, pool_bytes

@@ -1,7 +1,7 @@
 """The iterations of a fleet, run segment by segment in memory that the device lays out.
 
-The groups of a fleet alternate within an iteration: the feature maps of one are gone when the next begins, so
-their stacks lie in the same bytes of the arena. Every group trains as one array.
+The groups of a fleet alternate within an iteration: what one makes is freed when the next begins, so they use
+the same bytes of the arena. Every group trains as one array.
 
 The demand is that of the *usual* step, one with an update on a batch like the example. Other steps (a short
 last batch, a micro-batch without an update) run in its place: cut at the same kernels where they fit, else
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
+from trainmux.colocate._placement import ALIGNMENT_BYTES
 from trainmux.colocate._protocols import JobWork, StepOutcome
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
 from trainmux.colocate._step_layout import (
@@ -170,7 +170,7 @@ class _UsualStep:
 class FusedWork(JobWork):
     """A fleet as a job. Refused with `ConfigError`: fleets that `SegmentRunner` refuses.
 
-    ``tracking_bytes`` are the bytes of feature maps between cuts, ``None`` to choose by device. ``poisons``
+    ``tracking_bytes`` are the bytes of the arena between cuts, ``None`` to choose by device. ``poisons``
     fills freed bytes with NaN, for tests.
     """
 
@@ -225,7 +225,8 @@ class FusedWork(JobWork):
         for usual in self._usual.values():
             usual.layout = self._lay_out(usual.kernels)
         self._area_bytes = round_up(
-            max(usual.layout.area_end for usual in self._usual.values()), self._unit_bytes
+            max(usual.layout.area_end + usual.kernels.constant_bytes for usual in self._usual.values()),
+            self._unit_bytes,
         )
         self.cut_for([usual.kernels.estimated_seconds for usual in self._usual.values()])
 
@@ -480,7 +481,7 @@ class FusedWork(JobWork):
         scratch, room = kernels.scratch_bytes + kernels.result_bytes, self._outside_bytes
         if cuts is None or layout.area_end > self._area_bytes or scratch > room:
             have = self._area_bytes + room + self._peak_bytes
-            wanted = layout.area_end + scratch + max(layout.stack.kernel_heights)
+            wanted = layout.area_end + scratch + max(layout.arena.kernel_heights)
             raise BatchError(
                 f"expected batches whose step takes no more memory than that of the first one, "
                 f"{exact_bytes(have)}, got one of {exact_bytes(wanted)}; let the largest batch come first"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand, SegmentRef
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
+from trainmux.colocate._placement import ALIGNMENT_BYTES
 from trainmux.colocate._protocols import Ended
 from trainmux.engine import Memory
 from trainmux.sizes import round_up

@@ -56,7 +56,7 @@ def check_budget(demands: Sequence[JobDemand], budget_bytes: int) -> None:
     least = smallest_budget(demands)
     if least > budget_bytes:
         raise BudgetError(
-            f"the budget must hold the local memory of every job and the largest job's feature maps, "
+            f"the budget must hold the local memory of every job and what the largest job's iteration takes, "
             f"{exact_bytes(least)}, but is {exact_bytes(budget_bytes)}; raise it or leave out a job",
             smallest_bytes=least,
         )

@@ -249,7 +249,7 @@ class ScroogeScheduler:
             return 0.0
         if arena.is_served_less(other, job):
             return None
-        shift = least_shift(job.trend, side.tail_at(now), other.remainder(now), arena.capacity_bytes)
+        shift = least_shift(job.trend, side.tail_at(now), other.remainders(now), arena.capacity_bytes)
         if shift > 0 and other.is_falling:
             shift = max(0.0, shift - _LEAD_SHARE * job.trend.iteration_seconds)
         return shift

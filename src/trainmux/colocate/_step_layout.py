@@ -1,10 +1,10 @@
-"""A group's step as segments with every byte placed: feature maps in the arena, the rest in the job's area.
+"""A group's step as segments with every byte placed: in the arena what it frees, in the job's area the rest.
 
 A job sees one fixed range of addresses: its own area from 0 on, then its end of the arena, counted from the
-base of its stack. The physical place of these bytes may change between two iterations.
+base. The physical place of these bytes may change between two iterations.
 
 Static tensors (parameters, optimizer state, buffers, the batch, constants) lie at the bottom of the area.
-Above them each step places its temporaries, and static tensors of its own, which are loaded before each such
+Above them each step places its results, and static tensors of its own, which are loaded before each such
 step.
 """
 
@@ -17,17 +17,16 @@ from itertools import pairwise
 import torch
 
 from trainmux.colocate._demand import TRACKING_BYTES, Segment, cut_segments, segments_between
-from trainmux.colocate._feature_maps import (
+from trainmux.colocate._placement import (
     ALIGNMENT_BYTES,
-    FeatureMapStack,
+    ArenaPlacement,
     Iteration,
     TensorClass,
     iteration_of_profile,
-    stack_feature_maps,
+    place_in_arena,
 )
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, Instruction, Part, Program, Tenancy
-from trainmux.planning import Tenant, pack
 from trainmux.profiling import Device, KernelGraph, analytic_profile
 from trainmux.sizes import round_up
 
@@ -73,6 +72,12 @@ class StepKernels:
     def result_bytes(self) -> int:
         """The bytes of the step's results, which are copied and kept until its next."""
         return sum(self.size_of(location.tensor) for location in self.graph.outputs)
+
+    @property
+    def constant_bytes(self) -> int:
+        """The bytes of the graph's constants: another step of the group has about as many of its own."""
+        places = self.graph.constants.values()
+        return sum(round_up(self.size_of(location.tensor), ALIGNMENT_BYTES) for location in places)
 
     def size_of(self, number: int) -> int:
         return self.graph.tensors[number].size_bytes
@@ -132,13 +137,13 @@ class StaticArea:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The places of a step's tensors: offsets in the job's area by tensor, and a stack for the arena.
+    """The places of a step's tensors: offsets in the job's area by tensor, and those in the arena.
 
     ``transient`` are static tensors without a place at the bottom of the area, to be loaded before each run.
     """
 
     kernels: StepKernels
-    stack: FeatureMapStack
+    arena: ArenaPlacement
     local_offsets: Mapping[int, int]
     transient: frozenset[int]
     area_end: int
@@ -146,21 +151,21 @@ class StepLayout:
     def cut(self, tracking_bytes: int | None, device: torch.device, seconds: float) -> tuple[int, ...]:
         """The kernels before which to cut a step that takes ``seconds``.
 
-        Without ``tracking_bytes`` the paper's 8 MB of feature maps between cuts; on a CUDA device as much
-        more as lets a segment last until the next is launched.
+        Without ``tracking_bytes`` the paper's 8 MB of the arena between cuts; on a CUDA device as much more
+        as lets a segment last until the next is launched.
         """
         iteration = self.kernels.iteration
         if tracking_bytes is None:
             tracking_bytes = TRACKING_BYTES
             if device.type == "cuda":
-                changed = 2 * sum(row.size_bytes for row in iteration.feature_maps)  # allocated and released
+                changed = 2 * sum(row.size_bytes for row in iteration.shared)  # allocated and released
                 tracking_bytes = max(tracking_bytes, changed // max(1, int(seconds / _SEGMENT_SECONDS)))
         return cut_segments(iteration, tracking_bytes)
 
     def segments(self, cuts: Sequence[int], seconds: float) -> tuple[Segment, ...]:
         """The segments between ``cuts`` of a step that takes ``seconds`` in all."""
         estimates, slowness = self.kernels.iteration.kernel_seconds, seconds / self.kernels.estimated_seconds
-        return segments_between(cuts, self.stack, estimates, slowness=slowness)
+        return segments_between(cuts, self.arena, estimates, slowness=slowness)
 
     def fit_cuts(self, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:
         """Cuts with which this step can run in place of one that is cut at ``cuts`` into ``segments``.
@@ -177,8 +182,8 @@ class StepLayout:
     def _fits(self, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
         first = 0
         for end, segment in zip(cuts, segments, strict=True):
-            height = max(self.stack.kernel_heights[first:end], default=0)
-            hold = self.stack.holds[end - 1] if end else 0
+            height = max(self.arena.kernel_heights[first:end], default=0)
+            hold = self.arena.holds[end - 1] if end else 0
             if height > segment.height_bytes or hold > segment.hold_bytes:
                 return False
             first = end
@@ -191,10 +196,10 @@ class StepLayout:
         """
         kernels = self.kernels
         spans: dict[int, tuple[int, int, int]] = {}
-        maps = iter(self.stack.offsets)
+        shared = iter(self.arena.offsets)
         for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
-            shared = row.tensor_class is TensorClass.FEATURE_MAP
-            offset = arena_offset + next(maps) if shared else self.local_offsets[number]
+            is_local = row.tensor_class is TensorClass.RESIDENT
+            offset = self.local_offsets[number] if is_local else arena_offset + next(shared)
             spans[number] = (row.allocated_by, row.last_used_by, offset)
         statics = {number: self.local_offsets[number] for number in kernels.static_keys}
         body = _part(kernels, spans, statics, 0, kernels.num_kernels)
@@ -204,25 +209,27 @@ class StepLayout:
 
 
 def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:
-    """Place all tensors of a step, above the static ones."""
+    """Place all tensors of a step: above the static ones those that no other step has, and its results."""
     offsets: dict[int, int] = {}
-    rows: list[tuple[int, Tenant]] = []
-    for number, key in kernels.static_keys.items():
-        found = statics.find(key, kernels.size_of(number))
-        if found is None:
-            rows.append((number, Tenant(kernels.size_of(number), ((0, kernels.num_kernels),))))
-        else:
+    transient = set()
+    end = statics.end
+    results = {
+        number
+        for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True)
+        if row.tensor_class is TensorClass.RESIDENT
+    }
+    for number in (*kernels.static_keys, *sorted(results)):
+        size_bytes = kernels.size_of(number)
+        found = None if number in results else statics.find(kernels.static_keys[number], size_bytes)
+        if found is not None:
             offsets[number] = found
-    transient = frozenset(number for number, _ in rows)
-    for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
-        if row.tensor_class is not TensorClass.FEATURE_MAP:
-            span = (row.allocated_by, row.last_used_by + 1)
-            rows.append((number, Tenant(row.size_bytes, (span,))))
-    slab = pack([tenant for _, tenant in rows], ALIGNMENT_BYTES)
-    for (number, _), offset in zip(rows, slab.offsets, strict=True):
-        offsets[number] = statics.end + offset
-    stack = stack_feature_maps(kernels.iteration, region_bytes=region_bytes)
-    return StepLayout(kernels, stack, offsets, transient, statics.end + slab.total_bytes)
+            continue
+        if number not in results:
+            transient.add(number)
+        offsets[number] = end
+        end += round_up(size_bytes, ALIGNMENT_BYTES)
+    arena = place_in_arena(kernels.iteration, region_bytes=region_bytes)
+    return StepLayout(kernels, arena, offsets, frozenset(transient), end)
 
 
 def _part(

@@ -6,9 +6,9 @@ the sum exceeds the budget, the iteration is shifted. Equation 1 asks for the le
 finds by adding T until everything fits. One walk over both trends also gives a lower bound: two steps that
 clash now clash until the other job's step has ended.
 
-A walk touches every step once. To take microseconds in Python, a trend has at most `MAX_STEPS`: where heights
-change more often, neighbouring steps are merged at their mean height. A prediction may then be slightly off;
-if it was too low, a gate holds the job up for a moment.
+A walk touches every step once that could clash. To take microseconds in Python, a trend has at most
+`MAX_STEPS`: where heights change more often, neighbouring steps are merged at their mean height. A prediction
+may then be slightly off; if it was too low, a gate holds the job up for a moment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ class Trend:
         self.peak_bytes = max(heights)
         self.need_from = list(accumulate([0, *reversed(heights)], max))[::-1]
         """The greatest height of a segment and those after it; 0 after the last."""
+        self._spans_above: dict[int, tuple[int, int]] = {}
         self.set_seconds([segment.solo_seconds for segment in demand.segments])
+
+    def span_above(self, num_bytes: int) -> tuple[int, int]:
+        """The steps from the first that is higher than this to the last, as (first, end)."""
+        found = self._spans_above.get(num_bytes)
+        if found is None:
+            above = [step for step, height in enumerate(self.heights) if height > num_bytes]
+            found = self._spans_above[num_bytes] = (above[0], above[-1] + 1) if above else (0, 0)
+        return found
 
     def set_seconds(self, seconds: Sequence[float]) -> None:
         """Use ``seconds`` as the durations of the segments from now on."""
@@ -63,35 +72,37 @@ def _first_segments(heights: Sequence[int]) -> list[int]:
 
 
 class Remainder(NamedTuple):
-    """The rest of an iteration that began at ``origin``: steps from ``first`` on, their ends counted from
-    ``origin``."""
+    """The rest of an iteration that began at ``origin``: the steps of its trend from ``first`` on."""
 
     origin: float
     first: int
-    ends: Sequence[float]
-    heights: Sequence[int]
-
-    @classmethod
-    def of(cls, trend: Trend, segment: int, origin: float, later: Trend | None = None) -> Remainder:
-        """The rest of an iteration that is at ``segment``, followed by one of ``later``."""
-        first = trend.step_of_segment[segment]
-        if later is None:
-            return cls(origin, first, trend.step_ends, trend.heights)
-        ends = trend.step_ends + [end + trend.iteration_seconds for end in later.step_ends]
-        return cls(origin, first, ends, trend.heights + later.heights)
+    trend: Trend
 
 
-def least_shift(newcomer: Trend, start: float, other: Remainder, budget_bytes: int) -> float:
+def least_shift(newcomer: Trend, start: float, others: Sequence[Remainder], budget_bytes: int) -> float:
     """The least shift, in seconds, of an iteration that would begin at ``start``; 0 if it fits.
 
-    After the shift it may clash with another step, so predict again then. Equation 2 is tested for each pair
-    of steps that overlap in time.
+    After the shift it may clash with another step, so predict again then.
     """
+    return max((_least_shift(newcomer, start, other, budget_bytes) for other in others), default=0.0)
+
+
+def _least_shift(newcomer: Trend, start: float, other: Remainder, budget_bytes: int) -> float:
+    """Test Equation 2 for each pair of steps that overlap in time, if they could clash at all."""
+    origin, first, trend = other
+    i, i_end = newcomer.span_above(budget_bytes - trend.peak_bytes)
+    j, j_end = trend.span_above(budget_bytes - newcomer.peak_bytes)
+    j = max(j, first)
+    if i == i_end or j >= j_end:
+        return 0.0
     ours, our_heights, our_ends = newcomer.step_begins, newcomer.heights, newcomer.step_ends
-    ends, heights = other.ends, other.heights
-    start -= other.origin  # the other job's clock from here on
-    i, j, shift = 0, bisect_right(ends, start, other.first), 0.0
-    while i < len(ours) and j < len(ends):
+    ends, heights = trend.step_ends, trend.heights
+    start -= origin  # the other job's clock from here on
+    j = bisect_right(ends, start + ours[i], j, j_end)
+    if j < j_end:
+        i = bisect_right(our_ends, trend.step_begins[j] - start, i, i_end)
+    shift = 0.0
+    while i < i_end and j < j_end:
         end = ends[j] - start
         if our_heights[i] + heights[j] > budget_bytes and end - ours[i] > shift:
             shift = end - ours[i]

@@ -72,6 +72,12 @@ def pack(tenants: Sequence[Tenant], alignment: int = 512, *, enough_bytes: int =
     return Slab(tuple(offsets), base + total, base + bound)
 
 
+def place_in_order(tenants: Sequence[Tenant], order: Sequence[int]) -> list[int]:
+    """Offsets when tenants are placed in this order, each into the smallest gap that fits."""
+    _, offsets = _place(tenants, order, {})
+    return [offsets[i] for i in range(len(tenants))]
+
+
 def _packed(
     tenants: Sequence[Tenant], first: int, last: int, enough_bytes: int
 ) -> tuple[int, int, dict[int, int]]:

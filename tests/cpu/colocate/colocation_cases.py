@@ -227,6 +227,8 @@ class AheadDevice(HostDevice):
         super().__init__(poisons=poisons)
         self._ran: deque[Ended] = deque()
         self._last_end: dict[str, float] = {}
+        self._has_waited = False
+        """Whether the caller was last told to ask again."""
 
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         super().enqueue(ref, after, work)
@@ -241,8 +243,11 @@ class AheadDevice(HostDevice):
         return bool(self._ran)
 
     def next_ended(self, until: float | None = None) -> Ended | None:
-        if until is not None and (until == 0 or self.now() < until) and len(self._ran) % 3 == 1:
+        waits = until is not None and (until == 0 or self.now() < until) and len(self._ran) % 3 == 1
+        if waits and not self._has_waited:
+            self._has_waited = True
             return None  # nothing ends before; the caller is to ask again
+        self._has_waited = False
         return self._ran.popleft() if self._ran else None
 
 

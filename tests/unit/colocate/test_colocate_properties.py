@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from trainmux.colocate import _arena
 from trainmux.colocate._arena import ArenaSide
 from trainmux.colocate._demand import JobDemand, cut_segments, segments_between
-from trainmux.colocate._feature_maps import Allocation, Iteration, TensorClass, stack_feature_maps
 from trainmux.colocate._layout import smallest_budget
+from trainmux.colocate._placement import Allocation, Iteration, TensorClass, place_in_arena
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.errors import BudgetError, PlanError, TrainmuxError
 
@@ -150,7 +150,7 @@ def equal_jobs(num_layers: int = 24, size: int = 4 << 20) -> list[JobDemand]:
     seconds = (0.3 / num_layers,) * num_layers + (0.6 / (num_layers + 1),) * (num_layers + 1) + (0.05,) * 2
     rows = tuple(Allocation("map", *row, TensorClass.FEATURE_MAP) for row in maps)
     iteration = Iteration("equal", seconds, rows)
-    stack = stack_feature_maps(iteration, region_bytes=size)
+    stack = place_in_arena(iteration, region_bytes=size)
     segments = segments_between(cut_segments(iteration, 4 * size), stack, seconds)
     return [JobDemand(name, "equal", size, 0, segments, steps=30, is_measured=True) for name in "ab"]
 

@@ -29,14 +29,16 @@ def test_the_example_of_section_5_3() -> None:
     its allocations falls on a moment at which B has given back enough.
     """
     b, a = trend_of([1, 2, 3, 4, 4, 3, 2, 1]), trend_of([1, 2, 3, 4, 3, 2, 1])
-    rest = Remainder.of(b, 4, 0.0)  # B holds 4 from second 3 to 5, then 3, 2, 1, and nothing from 8 on
+    rest = [
+        Remainder(0.0, b.step_of_segment[4], b)
+    ]  # B holds 4 from second 3 to 5, then 3, 2, 1, and nothing from 8 on
     assert least_shift(a, 4.0, rest, 5) == 0.0  # 1 + 4, 2 + 3, 3 + 2, 4 + 1
     assert least_shift(a, 4.0, rest, 4) > 0.0
     assert least_shift(a, 5.0, rest, 4) == 0.0  # a second later: 1 + 3, 2 + 2, 3 + 1, 4
 
 
 def test_an_iteration_may_end_before_the_other_job_rises() -> None:
-    rest = Remainder.of(trend_of([0, 9, 0], 10.0), 0, 0.0)
+    rest = [Remainder(0.0, 0, trend_of([0, 9, 0], 10.0))]
     short = trend_of([2, 4, 2])
     assert least_shift(short, 7.0, rest, 10) == 0.0
     assert least_shift(short, 7.5, rest, 10) == pytest.approx(20.0 - 7.5 - 2.0)
@@ -66,7 +68,8 @@ def test_it_fits_exactly_when_no_moment_passes_the_budget(
             for time in range(begin + shift, begin + shift + 50)
         )
 
-    found = least_shift(a, float(begin), Remainder.of(b, segment, 0.0), budget)
+    rest = [Remainder(0.0, b.step_of_segment[segment], b)]
+    found = least_shift(a, float(begin), rest, budget)
     assert (found == 0) is fits(0)
     assert not any(fits(shift) for shift in range(int(found)))
     assert fits(int(b.iteration_seconds) + 1)
@@ -74,7 +77,7 @@ def test_it_fits_exactly_when_no_moment_passes_the_budget(
 
 def test_a_second_iteration_follows_the_first() -> None:
     b, short = trend_of([1, 8, 1]), trend_of([5])
-    both = Remainder.of(b, 2, 0.0, later=b)
+    both = [Remainder(0.0, b.step_of_segment[2], b), Remainder(b.iteration_seconds, 0, b)]
     assert least_shift(short, 2.5, both, 10) == 0.0
     assert least_shift(short, 3.5, both, 10) == pytest.approx(1.5)
 
