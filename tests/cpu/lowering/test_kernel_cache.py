@@ -117,8 +117,13 @@ def test_only_imports_that_nothing_uses_are_left_out() -> None:
     assert _without_unused_imports(used) == used
 
 
-NEW_PROCESS = """
+KNOWN = """
 import sys
+from trainmux.lowering._regions import op_name, op_of
+
+name = "prims._low_memory_max_pool_with_offsets.default"
+assert op_name(op_of(name)) == name  # the compiler's own
+
 from functools import partial
 from pathlib import Path
 import torch
@@ -144,9 +149,12 @@ def pool(x):
 
 with static_fake_mode():
     graph = make_fx(pool, decomposition_table=decompositions())(torch.empty(1, 2, 4, 4)).graph
-    module = make_fx(lambda x: (x * factor).relu() + 1)(torch.empty(16, 8))
 assert not graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default)
+"""
 
+BY_A_WORKER = """
+with static_fake_mode():
+    module = make_fx(lambda x: (x * factor).relu() + 1)(torch.empty(16, 8))
 lowered = lower(module, cache)
 (kernel,) = lowered.kernels
 (key,) = cache._stored_keys([kernel]).values()
@@ -163,14 +171,16 @@ torch.testing.assert_close(lowered.module(x), (x * factor).relu() + 1)
 
 
 @needs_compiler
-@pytest.mark.slow
-def test_a_new_process_loads_what_others_compiled(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [KNOWN, pytest.param(KNOWN + BY_A_WORKER, marks=pytest.mark.extensive)], ids=["known", "made now"]
+)
+def test_a_new_process_loads_what_others_compiled(code: str, folder: Path) -> None:
     """Without the compiler, whether the code was known or a worker has just made it. Pooling is taken apart
     in a process that has compiled nothing."""
     (kernel,) = lowered_in(KernelCache()).kernels
     new = str(1 + uuid.uuid4().int % 10**9 / 10**9)  # code that nobody has compiled before
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NEW_PROCESS, str(folder), kernel.key, new],
+        [sys.executable, "-W", "ignore", "-c", code, str(folder), kernel.key, new],
         capture_output=True,
         text=True,
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
@@ -227,13 +237,6 @@ def test_a_worker_outlives_a_region_that_it_cannot_read() -> None:
         found, _ = worker.communicate(b"".join(map(pickle.dumps, jobs)))
     answers = io.BytesIO(found)
     assert all(pickle.load(answers) for _ in jobs)
-
-
-def test_pooling_that_is_the_compilers_own_is_found_in_a_new_process() -> None:
-    name = "prims._low_memory_max_pool_with_offsets.default"
-    code = f"from trainmux.lowering._regions import op_name, op_of; print(op_name(op_of({name!r})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == name
 
 
 def test_known_kernels_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
