@@ -61,7 +61,18 @@ def test_every_model_trains_as_alone(name: str, optimizer: str) -> None:
     check(MODELS[name], optimizer=OPTIMIZERS[optimizer], num_steps=4)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in CLASSES if name != "param-groups"])
+MOVED = ("sgd-momentum", "adam-amsgrad", "adagrad")
+"""Optimizers with one buffer, with several and a count, and with state from the start."""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=[] if name in MOVED else [pytest.mark.extensive])
+        for name in CLASSES
+        if name != "param-groups"
+    ],
+)
 def test_every_optimizer_trains_as_alone_and_moves_between_plain_torch_and_a_fleet(optimizer: str) -> None:
     """Settings by member and param group; state and step counts go in with the member, and come back."""
     check(SMALL["mlp"], optimizer=in_two_groups(OPTIMIZERS[optimizer]), plain_steps=2)

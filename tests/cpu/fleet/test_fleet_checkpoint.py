@@ -100,7 +100,13 @@ ROWS: dict[str, tuple[Make, int, dict[str, Any], Callable[[Fleet], object]]] = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+SELDOM = set(ONE_OF_EACH) - {"adam-amsgrad", "rmsprop-centered", "param-groups"}
+"""Optimizers that add no kind of state."""
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.extensive] if row in SELDOM else []) for row in ROWS]
+)
 def test_a_restored_fleet_goes_on_bit_for_bit(row: str, tmp_path: Path) -> None:
     """As the one that was saved, which goes on as one that was not; and as often as it is restored."""
     make, num, options, happens = ROWS[row]

@@ -267,9 +267,9 @@ PLANS: dict[str, float] = {"plan": 4, "unplan": 3}
 @pytest.mark.parametrize(
     ("seed", "num_actions", "plans", "options"),
     [
-        (0, 30, {}, {}),
-        (2, 30, {}, {"accumulate": 2, "width": 2}),
-        (100, 25, PLANS, {"accumulate": 2}),
+        (0, 20, {}, {}),
+        (2, 25, {}, {"accumulate": 2, "width": 2}),
+        (100, 20, PLANS, {"accumulate": 2}),
     ],
 )
 def test_a_short_walk(

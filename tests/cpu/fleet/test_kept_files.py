@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fleet_cases import EXAMPLE, TOY, coded, mse, sgd, short_fleet
+from fleet_cases import BATCHES, EXAMPLE, TOY, coded, dropout_member, mse, sgd, short_fleet
 from short_workloads import SHORT
 from tests.record_files import edit
 from torch import Tensor
@@ -46,18 +47,37 @@ def steps_in(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "steps").rglob("*.step")}
 
 
-def losses(fleet: tm.Fleet, name: str = "mlp") -> Tensor:
-    return torch.stack([fleet.step(SHORT[name].batch(step, torch.float32)) for step in range(3)])
+def batches_of(name: str) -> list[Any]:
+    return [SHORT[name].batch(step, torch.float32) for step in range(3)]
+
+
+def losses(fleet: tm.Fleet, batches: Sequence[Any] | None = None) -> Tensor:
+    return torch.stack([fleet.step(batch) for batch in batches or batches_of("mlp")])
+
+
+def normed_fleet() -> tm.Fleet:
+    """With running statistics and dropout."""
+    return tm.Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE, lowering="inductor")
+
+
+STORED: dict[str, tuple[Callable[[], tm.Fleet], list[Any]]] = {
+    "normed": (normed_fleet, BATCHES[:3]),
+    **{
+        name: (functools.partial(fleet_of, name), batches_of(name))
+        for name in ("cnn_with_dropout", "transformer_with_dropout")
+    },
+}
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn_with_dropout", pytest.param("transformer_with_dropout", marks=pytest.mark.extensive)]
+    "name", ["normed", *(pytest.param(name, marks=pytest.mark.extensive) for name in list(STORED)[1:])]
 )
 def test_a_stored_step_computes_the_same(name: str, folder: Path) -> None:
-    first = fleet_of(name)
-    expected, kept = losses(first, name), steps_in(folder)
-    second = fleet_of(name)
-    assert torch.equal(losses(second, name), expected)
+    make, batches = STORED[name]
+    first = make()
+    expected, kept = losses(first, batches), steps_in(folder)
+    second = make()
+    assert torch.equal(losses(second, batches), expected)
     assert steps_in(folder) == kept != {}
     assert second.explain() == first.explain()
 

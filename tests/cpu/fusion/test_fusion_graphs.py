@@ -154,7 +154,12 @@ def assert_fused_is_each_members_own(
 
 @pytest.mark.parametrize(
     ("name", "shared_batch"),
-    [("mlp", False), ("cnn_with_dropout", True), ("transformer_with_dropout", False), ("dlrm", True)],
+    [
+        ("mlp", False),
+        ("dlrm", True),
+        pytest.param("cnn_with_dropout", True, marks=pytest.mark.extensive),
+        pytest.param("transformer_with_dropout", False, marks=pytest.mark.extensive),
+    ],
 )
 def test_a_fused_workload_gives_each_members_own_step_and_does_not_grow(
     name: str, shared_batch: bool
