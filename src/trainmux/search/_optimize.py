@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainmux.errors import ConfigError
@@ -11,7 +13,6 @@ from trainmux.fleet import Callback, Member, Mode, whole_number
 from trainmux.search._callbacks import SearchCallback
 from trainmux.search._results import Results
 from trainmux.search._search import Search, SearchOptions
-from trainmux.search._signals import ends_on_sigterm
 from trainmux.search._trial import Candidate
 
 if TYPE_CHECKING:
@@ -133,12 +134,31 @@ def optimize(
     )
     search = Search(source, options)
     source.on_stop = search.begin_no_more
-    with ends_on_sigterm(search, sigterm):
+    with _ends_on_sigterm(search, sigterm):
         source.open()
         try:
             return search.run()
         finally:
             source.close()
+
+
+@contextmanager
+def _ends_on_sigterm(search: Search, is_wanted: bool) -> Iterator[None]:
+    """Have SIGTERM end a search after the epoch; a second one ends the process as it did before."""
+    if not is_wanted:
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, before)
+        search.end()
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_of_study(item: Any) -> bool:

@@ -30,7 +30,6 @@ from trainmux.fleet import (
     whole_number,
 )
 from trainmux.search._callbacks import Listeners, SearchCallback
-from trainmux.search._capacity import SAMPLE, most_slots
 from trainmux.search._office import Office
 from trainmux.search._results import Results, score
 from trainmux.search._source import Source, Verdict
@@ -51,6 +50,9 @@ _FLEET_ARGUMENTS = {
     "width",
     "branches",
 }
+_SAMPLE = 4
+"""So many members tell what each of them takes of a budget."""
+_MOST_SLOTS = 500
 _IDLE_S = 0.5
 """Between two questions to a source that has nothing now, while nothing trains."""
 
@@ -154,7 +156,7 @@ class Search:
         self._listeners = Listeners([item for item in options.callbacks if isinstance(item, SearchCallback)])
         self._store = TrialStore(options.checkpoint, options.resume)
         self._fleet: Fleet | None = None
-        self._slots: int = options.slots or SAMPLE  # until it is known how many the budget holds
+        self._slots: int = options.slots or _SAMPLE  # until it is known how many the budget holds
         self._names: set[str] = set()
         self._waiting: list[Trial] = []  # built, but no group has room for them yet
         self._newest: list[Trial] = []  # that have not done an epoch yet
@@ -415,7 +417,7 @@ class Search:
             return []
         try:
             if options.slots is None and options.budget is not None:
-                self._slots = most_slots(fleet_of(trials[:1]), fleet_of(trials), options.budget)
+                self._slots = _most_slots(fleet_of(trials[:1]), fleet_of(trials), options.budget)
                 more = self._office.take(max(0, self._slots - len(trials)))
                 trials += [trial for trial in more if self._admit(trial)]
                 trials, self._waiting = trials[: self._slots], trials[self._slots :]
@@ -552,6 +554,19 @@ class Search:
                 trial.state = TrialState.WAITING
                 self._office.do(self._source.give_back, trial)
                 self._listeners.tell("on_trial_given_back", trial)
+
+
+def _most_slots(one: Fleet, several: Fleet, budget: int | str) -> int:
+    """How many members train within a budget, with nothing offloaded or recomputed: by two fleets of them.
+
+    ``BudgetError`` where not even ``one`` does, whatever is done.
+    """
+    alone = one.plan(budget, "none")
+    num_more = len(several.names) - 1
+    if not num_more:
+        return 1
+    each = (several.plan(None, "none").peak_bytes - alone.peak_bytes) / num_more
+    return min(1 + int((alone.budget_bytes - alone.peak_bytes) / max(each, 1)), _MOST_SLOTS)
 
 
 class _AtEpochEnd(Callback):
