@@ -7,6 +7,7 @@ from trainmux.fusion.optimizers._describe import (
     describe,
 )
 from trainmux.fusion.optimizers._families import FAMILIES
+from trainmux.fusion.optimizers._rule import scalar_dtype
 from trainmux.fusion.optimizers._state import read_state, read_steps, state_entries, write_state
 from trainmux.fusion.optimizers._traced import StateEntry
 from trainmux.fusion.optimizers._update import (
@@ -15,7 +16,6 @@ from trainmux.fusion.optimizers._update import (
     idle_decisions,
     idle_settings,
     is_elementwise,
-    scalar_dtype,
     scalar_specs,
     scalar_values,
 )

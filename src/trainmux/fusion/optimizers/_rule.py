@@ -185,6 +185,11 @@ def unswitched_momentum(numbers: Numbers, *, had_momentum: bool) -> Number:
     return momentum
 
 
+def scalar_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scalars are fed: the parameter's, but float32 for half precision parameters."""
+    return torch.float32 if param_dtype in (torch.float16, torch.bfloat16) else param_dtype
+
+
 # ---- operations on stacked tensors -------------------------------------------------------------------------
 
 

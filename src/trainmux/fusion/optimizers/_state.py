@@ -18,7 +18,7 @@ def state_entries(group: GroupStructure, param: Tensor) -> tuple[StateEntry, ...
     """The state tensors of a parameter, as torch spells and orders them, without its count of steps."""
     rule = rule_of(group)
     if isinstance(rule, TracedUpdate):
-        return tuple(entry for entry in rule.entries(param) if entry.kind in ("tensor", "number"))
+        return tuple(entry for entry in rule.of(param).entries if entry.kind in ("tensor", "number"))
     return tuple(StateEntry(name, "tensor", tuple(param.shape)) for name in rule.state_names)
 
 
@@ -35,7 +35,7 @@ def read_state(
     stored: Mapping[str, Any] = optimizer.state.get(param, {})
     if isinstance(rule, TracedUpdate):
         initial = {} if stored else rule.initial(optimizer.param_groups[group_index], param)
-        count = next((stored.get(e.name) for e in rule.entries(param) if e.kind == "count"), None)
+        count = next((stored.get(e.name) for e in rule.of(param).entries if e.kind == "count"), None)
         steps = int(bool(stored)) if count is None else int(count)
     else:
         start = 0.0 if rule.initial_setting is None else float(optimizer.defaults[rule.initial_setting])
@@ -104,7 +104,7 @@ def write_state(
     """
     rule, settings = rule_of(group), optimizer.param_groups[group_index]
     if isinstance(rule, TracedUpdate):
-        entries, starts_empty = rule.entries(param), not rule.starts_filled(param)
+        entries, starts_empty = rule.of(param).entries, not rule.of(param).starts_filled
     else:
         entries, starts_empty = state_entries(group, param), rule.initial_setting is None
         if entries and rule.counts_steps:

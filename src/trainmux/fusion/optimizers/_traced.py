@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from trainmux.errors import OptimizerError, named_line
-from trainmux.fusion.optimizers._rule import NumericSetting, ScalarSpec, Settings
+from trainmux.fusion.optimizers._rule import NumericSetting, ScalarSpec, Settings, scalar_dtype
 from trainmux.fusion.optimizers._symbols import (
     MAX_DECISIONS,
     Expression,
@@ -135,7 +135,7 @@ def _host_parts(values: Values, operands: Sequence[Any]) -> list[Expression]:
 
 
 @dataclass(frozen=True)
-class _ShapeUpdate:
+class ShapeUpdate:
     """The update of parameters of one shape and dtype."""
 
     shape: tuple[int, ...]
@@ -406,7 +406,7 @@ class TracedUpdate:
         self._stand_in = _StandIn(optimizer, number, pinned, forks=forks, capturable=capturable)
         self._existing = [optimizer.state.get(param) for param in group["params"]]
         self._device = examples[0].device if examples else torch.device("cpu")
-        self._kinds: dict[tuple[tuple[int, ...], torch.dtype], _ShapeUpdate] = {}
+        self._kinds: dict[tuple[tuple[int, ...], torch.dtype], ShapeUpdate] = {}
         self.settings = numeric_settings(group)
         self._pinned = {s.label: float(s.read(group)) for s in self.settings if s.label in pinned}
         for example, existing in zip(examples, self._existing, strict=True):
@@ -442,7 +442,7 @@ class TracedUpdate:
 
     def kind(
         self, shape: tuple[int, ...], dtype: torch.dtype, existing: Mapping[str, Any] | None = None
-    ) -> _ShapeUpdate:
+    ) -> ShapeUpdate:
         """The update of parameters of one shape and dtype, traced when it is first asked for."""
         if (shape, dtype) not in self._kinds:
             with FakeTensorMode(), torch.no_grad(), replacing_thread():
@@ -480,7 +480,7 @@ class TracedUpdate:
 
     def _fill(
         self,
-        kind: _ShapeUpdate,
+        kind: ShapeUpdate,
         tree: _Tree,
         rows: np.ndarray[Any, Any],
         who: np.ndarray[Any, Any],
@@ -565,7 +565,7 @@ class TracedUpdate:
                 found = given.get(expression)
                 if found is not None:
                     return found
-                return torch.full((), expression, dtype=_wide(param), device=param.device)
+                return torch.full((), expression, dtype=scalar_dtype(param.dtype), device=param.device)
 
             for entry in kind.entries:
                 if entry.kind == "count":
@@ -596,21 +596,13 @@ class TracedUpdate:
 
     # ---- a member's own state ----------------------------------------------------------------------
 
-    def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
-        """The state of a parameter."""
-        return self.kind(tuple(param.shape), param.dtype).entries
-
-    def starts_filled(self, param: Tensor) -> bool:
-        """Whether a parameter has state before its first step."""
-        return self.kind(tuple(param.shape), param.dtype).starts_filled
-
-    def is_elementwise(self, param: Tensor) -> bool:
-        """Whether each element of a parameter is updated by itself."""
-        return self.kind(tuple(param.shape), param.dtype).is_elementwise
+    def of(self, param: Tensor) -> ShapeUpdate:
+        """The update of parameters like this one."""
+        return self.kind(tuple(param.shape), param.dtype)
 
     def initial(self, settings: Settings, param: Tensor) -> dict[str, Tensor | float]:
         """State before the first step, from a member's settings and its parameter."""
-        kind = self.kind(tuple(param.shape), param.dtype)
+        kind = self.of(param)
         columns: dict[Expression, float] = {("steps",): 0.0}
         columns |= {("setting", setting.label): float(setting.read(settings)) for setting in self.settings}
 
@@ -622,10 +614,6 @@ class TracedUpdate:
             leaf = _Leaf(tuple(kind.initial.items()))
             found = _results(leaf, Evaluation(kind.values, {"param": param.detach()}, number_of))
         return {e.name: found.get(e.name, 0.0) for e in kind.entries if e.kind in ("tensor", "number")}
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
 def _results(tree: _Tree, member: Evaluation) -> dict[str, Tensor]:
@@ -811,8 +799,8 @@ class _UpdateTracer:
 
 
 def _trace(
-    stand_in: _StandIn, example: Tensor, existing: Mapping[str, Any] | None, others: Sequence[_ShapeUpdate]
-) -> _ShapeUpdate:
+    stand_in: _StandIn, example: Tensor, existing: Mapping[str, Any] | None, others: Sequence[ShapeUpdate]
+) -> ShapeUpdate:
     """Trace the update of parameters like ``example``; one of ``others`` may do for them as well."""
     tracer = _UpdateTracer(stand_in, example, Values())
     shape = tracer.shape
@@ -855,7 +843,7 @@ def _trace(
             tree = _Branch(("eq", ("steps",), 0), tracer.tree(entries, first=True), tree)
     alike = all(entry.shape in (shape, ()) for entry in entries)
     is_elementwise = alike and tracer.values.is_elementwise(_operands(tree))
-    return _ShapeUpdate(shape, entries, tracer.values, tree, initial, paths, is_elementwise, first is None)
+    return ShapeUpdate(shape, entries, tracer.values, tree, initial, paths, is_elementwise, first is None)
 
 
 def _entries(first: _StepRun, example: Tensor) -> tuple[StateEntry, ...]:

@@ -66,11 +66,6 @@ def idle_settings(torch_group: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name in _SETTINGS_THAT_IDLE if float(torch_group.get(name, 0.0)) == 0.0)
 
 
-def scalar_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scalars are fed: the parameter's, but float32 for half precision parameters."""
-    return torch.float32 if param_dtype in (torch.float16, torch.bfloat16) else param_dtype
-
-
 def apply_update(
     group: GroupStructure,
     param: Tensor,
@@ -109,7 +104,7 @@ def is_elementwise(group: GroupStructure, param: Tensor) -> bool:
 
     A traced update of such parameters is traced here, if it was not yet: no other trace may be under way.
     """
-    return group.traced is None or group.traced.is_elementwise(param)
+    return group.traced is None or group.traced.of(param).is_elementwise
 
 
 def idle_decisions(group: GroupStructure, table: np.ndarray[Any, Any]) -> frozenset[str]:

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from trainmux.fusion.optimizers._rule import scalar_dtype
 from trainmux.fusion.optimizers._symbols import (
     LEAVES,
     Expression,
@@ -310,7 +311,7 @@ def _with_numbers(
     tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
     dtypes = [item.dtype for item in tensors if id(item) not in numbers and item.is_floating_point()]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else number_of(0.0).dtype
-    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    dtype = scalar_dtype(dtype)
 
     def wide(item: Any) -> Any:
         return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
