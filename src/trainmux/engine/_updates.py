@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 import torch
 import torch.utils._pytree as pytree
@@ -24,8 +25,8 @@ from trainmux.fusion.optimizers import (
     StateEntry,
     apply_update,
     is_elementwise,
+    rule_of,
     scalar_dtype,
-    scalar_specs,
 )
 from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
 
@@ -72,7 +73,7 @@ class UpdateSettings:
 
     def neutral_scalars(self) -> tuple[float, ...]:
         """The neutral value of each row of the scalar matrix."""
-        return tuple(spec.neutral for group in self.structure.groups for spec in scalar_specs(group))
+        return tuple(chain.from_iterable(rule_of(group).scalars.values() for group in self.structure.groups))
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,9 @@ class _InDtype:
     def of_group(self, index: int) -> dict[str, Tensor]:
         if index not in self._of_group:
             groups = self._settings.structure.groups
-            first = sum(len(scalar_specs(group)) for group in groups[:index])
-            specs = enumerate(scalar_specs(groups[index]), first)
-            self._of_group[index] = {spec.name: self.rows[row] for row, spec in specs}
+            first = sum(len(rule_of(group).scalars) for group in groups[:index])
+            names = enumerate(rule_of(groups[index]).scalars, first)
+            self._of_group[index] = {name: self.rows[row] for row, name in names}
         return self._of_group[index]
 
 

@@ -24,7 +24,7 @@ from trainmux.fusion.optimizers import (
     check_hyperparameters,
     idle_decisions,
     idle_settings,
-    scalar_specs,
+    rule_of,
     scalar_values,
 )
 
@@ -45,7 +45,7 @@ class GroupNumbers:
         self, structure: OptimizerStructure, width: int, num_free: int, device: torch.device
     ) -> None:
         self._structure = structure
-        self._num_scalars = [len(scalar_specs(group)) for group in structure.groups]
+        self._num_scalars = [len(rule_of(group).scalars) for group in structure.groups]
         self._columns = [SettingColumns(group) for group in structure.groups]
         self._feed = HostFeed(
             {

@@ -166,16 +166,16 @@ class Fleet:
 
     def scalars(self, number: int, frozen: Collection[int] = ()) -> dict[str, Tensor]:
         group = self.structure.groups[number]
-        specs = optim.scalar_specs(group)
+        neutral = optim.rule_of(group).scalars
         rows = [
-            tuple(spec.neutral for spec in specs)
+            tuple(neutral.values())
             if i in frozen
             else optim.scalar_values(group, each.optimizer.param_groups[number], self.steps[i][number])
             for i, each in enumerate(self.members)
         ]
         dtype = optim.scalar_dtype(self.stacked[0].dtype)
-        columns = zip(specs, zip(*rows, strict=True), strict=True)
-        return {spec.name: torch.tensor(column, dtype=dtype) for spec, column in columns}
+        columns = zip(neutral, zip(*rows, strict=True), strict=True)
+        return {name: torch.tensor(column, dtype=dtype) for name, column in columns}
 
     def idle(self, number: int) -> frozenset[str]:
         groups = [each.optimizer.param_groups[number] for each in self.members]

@@ -5,6 +5,7 @@ from trainmux.fusion.optimizers._describe import (
     OptimizerStructure,
     check_hyperparameters,
     describe,
+    rule_of,
 )
 from trainmux.fusion.optimizers._families import FAMILIES
 from trainmux.fusion.optimizers._rule import scalar_dtype
@@ -16,6 +17,5 @@ from trainmux.fusion.optimizers._update import (
     idle_decisions,
     idle_settings,
     is_elementwise,
-    scalar_specs,
     scalar_values,
 )

@@ -24,13 +24,12 @@ from trainmux.fusion.optimizers._rule import (
     power,
     quotient,
     root,
-    scalar_specs,
     times,
     unswitched_momentum,
 )
 
 _State = Mapping[str, Tensor]
-_GRADIENT = scalar_specs(sign=1.0, weight_decay=0.0)
+_GRADIENT = {"sign": 1.0, "weight_decay": 0.0}
 _LR, _EPS, _DECAY, _MOMENTUM = map(NumericSetting, ("lr", "eps", "weight_decay", "momentum"))
 
 
@@ -41,9 +40,9 @@ _SGD_SETTINGS = (_LR, _MOMENTUM, NumericSetting("dampening"), _DECAY)
 
 def _sgd(momentum: bool, nesterov: bool) -> UpdateRule:
     """Torch starts the momentum buffer as a copy of the first direction, undampened: keep 0, gain 1."""
-    buffer_scalars = scalar_specs(keep=0.0, gain=1.0, write=-0.0) if momentum else ()
+    buffer_scalars = {"keep": 0.0, "gain": 1.0, "write": -0.0} if momentum else {}
     if nesterov:
-        buffer_scalars = scalar_specs(keep=1.0, gain=-0.0, look_ahead=0.0)
+        buffer_scalars = {"keep": 1.0, "gain": -0.0, "look_ahead": 0.0}
 
     def formula(numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
         sign, decay, step = numbers["sign"], numbers["weight_decay"], -numbers["lr"]
@@ -74,7 +73,7 @@ def _sgd(momentum: bool, nesterov: bool) -> UpdateRule:
         param.addcmul_(direction, at("step"))
         blend_(buffer, direction, at("write"))
 
-    scalars = _GRADIENT + buffer_scalars + scalar_specs(step=-0.0)
+    scalars = _GRADIENT | buffer_scalars | {"step": -0.0}
     names = ("momentum_buffer",) if momentum else ()
     return UpdateRule(_SGD_SETTINGS, names, scalars, formula, update, counts_steps=False)
 
@@ -132,9 +131,9 @@ def _adam(amsgrad: bool, decoupled: bool) -> UpdateRule:
             param.mul_(at("shrink"))
         param.addcmul_(step, at("step"))
 
-    decay = scalar_specs(sign=1.0, shrink=1.0) if decoupled else _GRADIENT
-    moments = scalar_specs(one_minus_beta1=-0.0, beta2=1.0, one_minus_beta2=-0.0)
-    scalars = decay + moments + scalar_specs(eps=math.inf, zero=0.0, step=-0.0)
+    decay = {"sign": 1.0, "shrink": 1.0} if decoupled else _GRADIENT
+    moments = {"one_minus_beta1": -0.0, "beta2": 1.0, "one_minus_beta2": -0.0}
+    scalars = decay | moments | {"eps": math.inf, "zero": 0.0, "step": -0.0}
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
     return UpdateRule(_ADAM_SETTINGS, names, scalars, formula, update)
 
@@ -186,9 +185,9 @@ def _rmsprop(centered: bool, momentum: bool) -> UpdateRule:
         param.addcmul_(step, at("step"))
         blend_(buffer, step, at("write"))
 
-    scalars = _GRADIENT + scalar_specs(alpha=1.0, one_minus_alpha=-0.0, eps=math.inf, zero=0.0, step=-0.0)
+    scalars = _GRADIENT | {"alpha": 1.0, "one_minus_alpha": -0.0, "eps": math.inf, "zero": 0.0, "step": -0.0}
     if momentum:
-        scalars += scalar_specs(momentum=0.0, write=-0.0)
+        scalars |= {"momentum": 0.0, "write": -0.0}
     present = {"square_avg": True, "momentum_buffer": momentum, "grad_avg": centered}
     names = tuple(name for name, is_present in present.items() if is_present)
     return UpdateRule(_RMSPROP_SETTINGS, names, scalars, formula, update)
@@ -217,7 +216,7 @@ def _adagrad() -> UpdateRule:
         denominator = accumulator.sqrt().add_(at("eps"))
         param.addcmul_(quotient(at("zero"), direction, denominator), at("step"))
 
-    scalars = _GRADIENT + scalar_specs(eps=math.inf, zero=0.0, step=-0.0)
+    scalars = _GRADIENT | {"eps": math.inf, "zero": 0.0, "step": -0.0}
     return UpdateRule(_ADAGRAD_SETTINGS, ("sum",), scalars, formula, update, initial_setting=_INITIAL)
 
 
@@ -244,7 +243,7 @@ def _adadelta() -> UpdateRule:
         param.addcmul_(delta, at("step"))
 
     # eps is neutral at one and not at infinity: here it stands on both sides of a fraction.
-    scalars = _GRADIENT + scalar_specs(rho=1.0, one_minus_rho=-0.0, eps=1.0, step=-0.0)
+    scalars = _GRADIENT | {"rho": 1.0, "one_minus_rho": -0.0, "eps": 1.0, "step": -0.0}
     return UpdateRule(_ADADELTA_SETTINGS, ("square_avg", "acc_delta"), scalars, formula, update)
 
 

@@ -88,19 +88,6 @@ ScalarAt = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class ScalarSpec:
-    """A per-member scalar of an update, and the value that makes the update a no-op."""
-
-    name: str
-    neutral: float
-
-
-def scalar_specs(**neutral: float) -> tuple[ScalarSpec, ...]:
-    """Scalars by name, each with its neutral value."""
-    return tuple(ScalarSpec(name, value) for name, value in neutral.items())
-
-
-@dataclass(frozen=True)
 class UpdateRule:
     """The update of one optimizer with its flags decided."""
 
@@ -110,8 +97,9 @@ class UpdateRule:
     state_names: tuple[str, ...]
     """Names of the state tensors, as torch spells and orders them, without ``step``."""
 
-    scalars: tuple[ScalarSpec, ...]
-    """The scalars that ``update`` may look up, in the order in which ``formula`` returns them."""
+    scalars: Mapping[str, float]
+    """The per-member scalars that ``update`` may look up, in the order in which ``formula`` returns them, and
+    for each the value that makes the update a no-op."""
 
     formula: Callable[[Numbers, Number], tuple[Number, ...]]
     """``(numbers, steps_done)`` to the scalars of the update number ``steps_done + 1``.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from trainmux.errors import OptimizerError, named_line
-from trainmux.fusion.optimizers._rule import NumericSetting, ScalarSpec, Settings, scalar_dtype
+from trainmux.fusion.optimizers._rule import NumericSetting, Settings, scalar_dtype
 from trainmux.fusion.optimizers._symbols import (
     MAX_DECISIONS,
     Expression,
@@ -421,7 +421,7 @@ class TracedUpdate:
             for part in _parts(kind.tree)
             if isinstance(part, _Branch) and part.guard in self._rows
         }
-        self.scalars = tuple(ScalarSpec(f"row {row}", 0.0) for row in range(len(self._rows) + 1))
+        self.scalars = {f"row {row}": 0.0 for row in range(len(self._rows) + 1)}
         texts = [f"{key} {kind.text()}" for key, kind in sorted(self._kinds.items(), key=str)]
         fixed = sorted(map(str, self._stand_in.fixed.items()))
         whole = "\n".join(

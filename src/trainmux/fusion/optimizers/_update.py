@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainmux.errors import OptimizerError
 from trainmux.fusion.optimizers._describe import GroupStructure, rule_of
-from trainmux.fusion.optimizers._rule import Number, NumericSetting, ScalarSpec, Settings
+from trainmux.fusion.optimizers._rule import Number, NumericSetting, Settings
 from trainmux.fusion.optimizers._traced import TracedUpdate
 
 _SETTINGS_THAT_IDLE = ("maximize", "weight_decay", "dampening")
@@ -27,15 +27,10 @@ _MAXIMIZE = NumericSetting("maximize")
 _PLAIN = frozenset({float, int, bool, np.float64})
 
 
-def scalar_specs(group: GroupStructure) -> tuple[ScalarSpec, ...]:
-    """The per-member scalars of a group's update, with the values that turn the update into a no-op."""
-    return rule_of(group).scalars
-
-
 def scalar_values(
     group: GroupStructure, torch_group: Mapping[str, Any], steps_done: int
 ) -> tuple[float, ...]:
-    """One member's scalars for the update number ``steps_done + 1``, in the order of ``scalar_specs``.
+    """One member's scalars for the update number ``steps_done + 1``, in the order of the rule's ``scalars``.
 
     ``torch_group`` is the member's torch param group as it stands now. Computed in double precision.
     Refuses a momentum that was switched on or off since the optimizer was described, and values for which
