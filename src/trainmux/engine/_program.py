@@ -299,9 +299,7 @@ def _append(
     for node in part.graph.nodes:
         if node.op == "placeholder":
             copied[node] = next(given)
-        elif node.op == "output":
-            return [copied[item] for item in pytree.tree_leaves(node.args)]
-        else:
+        elif node.op != "output":
             new = copy_node(graph, node, lambda n: copied[n])
             if node.op == "get_attr":
                 new.target = f"{prefix}_{str(node.target).replace('.', '_')}"
@@ -319,7 +317,7 @@ def _append(
                 new.target = torch.ops.aten.reshape.default
             new.meta["phase"] = phase
             copied[node] = new
-    raise RuntimeError("expected a graph with an output node, got none")
+    return [copied[item] for item in output_nodes(part)]
 
 
 def _root(node: fx.Node) -> fx.Node:

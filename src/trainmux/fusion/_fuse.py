@@ -19,7 +19,7 @@ from trainmux.fusion._operator import OperatorFuser
 from trainmux.fusion._stacked import Stacked
 from trainmux.fusion._writing import GraphWriter, Written, tensor_key
 from trainmux.ir import FusionRecord, GraphInput, GraphOutput
-from trainmux.tracing import FakeTensorMode, TracedGraph, graph_constant, node_location, output_nodes
+from trainmux.tracing import TracedGraph, graph_constant, node_location, output_nodes
 
 _MAX_LOCATIONS = 3
 
@@ -51,7 +51,7 @@ def fuse(
     the user's line where an operator cannot be fused.
     """
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-    writer = GraphWriter(_mode_of(placeholders), decompositions)
+    writer = GraphWriter(placeholders[0].meta["val"].fake_mode, decompositions)
     fuser = _Fuser(traced.module, width, writer)
     given: list[Written] = []
     for position, (node, is_batched) in enumerate(zip(placeholders, batched, strict=True)):
@@ -66,15 +66,6 @@ def fuse(
         for described, is_batched in zip(traced.inputs, batched, strict=True)
     )
     return FusedGraph(module, width, inputs, traced.outputs, fuser.records())
-
-
-def _mode_of(placeholders: Sequence[fx.Node]) -> FakeTensorMode:
-    for node in placeholders:
-        value = node.meta["val"]
-        if hasattr(value, "fake_mode"):
-            mode: FakeTensorMode = value.fake_mode
-            return mode
-    raise RuntimeError("expected a graph traced with fake tensors, got none among its placeholders")
 
 
 class _Fuser:
@@ -95,11 +86,9 @@ class _Fuser:
                 values[node] = next(remaining)
             elif node.op == "get_attr":
                 values[node] = graph_constant(self._module, node)
-            elif node.op == "output":
-                return [self._stacked(item, values[item]) for item in output_nodes(self._module)]
-            else:
+            elif node.op != "output":
                 values[node] = self._written(node, values)
-        raise RuntimeError("expected a graph with an output node, got none")
+        return [self._stacked(item, values[item]) for item in output_nodes(self._module)]
 
     def records(self) -> tuple[FusionRecord, ...]:
         """One record for each (operator, way, reason), in order of first use."""

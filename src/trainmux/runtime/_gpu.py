@@ -118,7 +118,7 @@ def look_at_cuda(driver: DriverFacts) -> CudaFacts:
         cudnn=_cudnn_version(),
         error=error,
         gpus=gpus,
-        graphs_error="" if error else _why_not(_replay_a_graph),
+        graphs_error="" if error else _why_not(_capture_and_replay),
         pool_error="" if error else _why_not(_capture_into_a_pool),
         allocator="" if error else torch.cuda.get_allocator_backend(),
         allocator_settings=tuple((n, os.environ[n]) for n in _ALLOCATOR_VARIABLES if os.environ.get(n)),
@@ -170,10 +170,6 @@ def _use_a_device() -> None:
         raise RuntimeError("a sum on the device came out wrong")
 
 
-def _replay_a_graph() -> None:
-    _capture_and_replay(None)
-
-
 def _capture_into_a_pool() -> None:
     pool = torch.cuda.MemPool()
     with allocating_from(pool, torch.device("cuda", torch.cuda.current_device())):
@@ -181,7 +177,7 @@ def _capture_into_a_pool() -> None:
     _capture_and_replay(pool)
 
 
-def _capture_and_replay(pool: torch.cuda.MemPool | None) -> None:
+def _capture_and_replay(pool: torch.cuda.MemPool | None = None) -> None:
     number = torch.zeros(16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from trainmux.ir import GraphInput, InputKind
 from trainmux.tracing._joint import TracedGraph
 from trainmux.tracing._number_forms import FORMS
-from trainmux.tracing._passes import arguments_by_name, graph_constant, inherit_meta
+from trainmux.tracing._passes import arguments_by_name, graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._reach import tensor_digest
 from trainmux.tracing._source import node_location
 from trainmux.tracing._torch_private import FakeTensor, copy_node, graph_module, make_fx
@@ -302,12 +302,10 @@ class _Rewriter:
         for inner in part.graph.nodes:
             if inner.op == "placeholder":
                 placed[inner] = next(given)
-            elif inner.op == "output":
-                return [leaf and placed[leaf] for leaf in pytree.tree_leaves(inner.args)]
-            else:
+            elif inner.op != "output":
                 placed[inner] = copy_node(self._graph, inner, lambda n: placed[n])
                 inherit_meta(placed[inner], node)
-        raise RuntimeError("expected a graph with an output node, got none")
+        return [leaf and placed[leaf] for leaf in output_nodes(part)]
 
 
 def _wide_dtype(tensors: Sequence[Tensor], result: Any, *, is_wide: bool) -> torch.dtype:
