@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -107,7 +108,7 @@ class History(Mapping[str, Sequence[EpochRecord]]):
     def metric_names(self) -> list[str]:
         """All metrics of all records, in the order in which they first came up by epoch."""
         names: dict[str, None] = {}
-        for record in sorted(self._all(), key=lambda record: record.epoch):
+        for record in sorted(chain.from_iterable(self._records.values()), key=lambda record: record.epoch):
             names.update(dict.fromkeys(record.metrics))
         return list(names)
 
@@ -144,10 +145,6 @@ class History(Mapping[str, Sequence[EpochRecord]]):
         for name, records in document.items():
             history._records[name] = [EpochRecord(*fields) for fields in records]
         return history
-
-    def _all(self) -> Iterator[EpochRecord]:
-        for records in self._records.values():
-            yield from records
 
 
 def check_mode(mode: str) -> None:

@@ -54,7 +54,9 @@ class ProgramCache:
         """Find a program or build it; the least recently used one of too many goes."""
         self._upgrade(key)
         if key not in self.kept:
-            self.kept[key] = self._aside.pop(key) if key in self._aside else self._built(key, build)
+            begin_s = time.monotonic()
+            self.kept[key] = self._aside.pop(key) if key in self._aside else build()
+            self._build_s.setdefault(key, time.monotonic() - begin_s)
         self.kept.move_to_end(key)
         program = self.kept[key]
         while len(self.kept) > _MAX_PROGRAMS:
@@ -62,12 +64,6 @@ class ProgramCache:
             self._forget(gone)
             self._drop(old)
         return program  # type: ignore[return-value]
-
-    def _built(self, key: Hashable, build: Callable[[], P]) -> P:
-        begin_s = time.monotonic()
-        program = build()
-        self._build_s[key] = time.monotonic() - begin_s
-        return program
 
     def held_arguments(
         self, program: Program, find: Callable[[Program], list[Tensor | None]]

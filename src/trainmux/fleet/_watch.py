@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, methodcaller
@@ -119,16 +119,12 @@ class MemberWatch:
         self._signature = reach.signature
         self._reached = QuickLook(reach)
 
-    @property
-    def own(self) -> Mapping[str, Tensor]:
-        """The member's own tensors, by name."""
-        return self._own
-
     def settle(self, *, written: Iterable[str] = ()) -> None:
         """Take optimizer state, and the tensors ``written`` by the fleet, for unedited as they are now."""
-        self._own = named_tensors(self._member)
-        self._sums |= {name: _checksum(self._own[name]) for name in written}
-        self._states = {name: _state_of(self._member, tensor) for name, tensor in self._own.items()}
+        self.own = named_tensors(self._member)
+        """The member's own tensors, by name."""
+        self._sums |= {name: _checksum(self.own[name]) for name in written}
+        self._states = {name: _state_of(self._member, tensor) for name, tensor in self.own.items()}
         self._mark()
 
     def _mark(self) -> None:
@@ -148,7 +144,7 @@ class MemberWatch:
             for group, keys in zip(optimizer.param_groups, self._switches, strict=True)
         ]
         return (
-            [_tensor_marks(tensor) for tensor in (*self._own.values(), *self._reached.constants)],
+            [_tensor_marks(tensor) for tensor in (*self.own.values(), *self._reached.constants)],
             len(optimizer.state),
             [len(hooks) for hooks in _step_hooks(optimizer)],
             switches,
@@ -226,8 +222,8 @@ class MemberWatch:
 
     def edits(self, sums: Checksums, *, is_current: bool = False) -> Edits:
         """Find the tensors and states that somebody else has written to; ``is_current`` is as above."""
-        found = self._own if is_current else named_tensors(self._member)
-        tensors = {name: tensor for name, tensor in found.items() if name in self._own}
+        found = self.own if is_current else named_tensors(self._member)
+        tensors = {name: tensor for name, tensor in found.items() if name in self.own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
         return Edits(
             tuple(n for n, tensor in tensors.items() if not torch.equal(self._sums[n], sums.of(tensor))),

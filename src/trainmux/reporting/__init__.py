@@ -6,3 +6,4 @@ from trainmux.reporting._plan_page import plan_page
 from trainmux.reporting._plan_text import plan_text
 from trainmux.reporting._search_page import Chart, Section, search_page
 from trainmux.reporting._trace import chrome_trace
+from trainmux.reporting._units import counted

@@ -52,9 +52,9 @@ def format_widths(widths: Sequence[int], num_branches: int = 1) -> str:
     return (" + ".join(parts) or NOTHING) + (" side by side" if num_branches > 1 else "")
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def counted(number: int, noun: str) -> str:
     """``1, "swap"`` is "1 swap"; ``12_000, "swap"`` is "12,000 swaps"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else noun + 's'}"
 
 
 def one_line(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainmux.errors import ConfigError, first_line
 from trainmux.fleet import value_text
-from trainmux.reporting import NUMBER, SHORT, TEXT, Cell, Chart, Section, search_page
+from trainmux.reporting import NUMBER, SHORT, TEXT, Cell, Chart, Section, counted, search_page
 from trainmux.search._search import metric_of
 from trainmux.search._trial import Trial, TrialState
 
@@ -80,7 +80,7 @@ def _ordered(results: Results) -> list[Trial]:
 def _lead(results: Results) -> str:
     aims = {"min": "minimized", "max": "maximized"}
     metrics = [f"{name} is {aims[mode]}" for name, mode in zip(results.metric, results.mode, strict=True)]
-    return f"{_counted(len(results), 'trial')}; {', '.join(metrics)}."
+    return f"{counted(len(results), 'trial')}; {', '.join(metrics)}."
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str]]:
@@ -89,7 +89,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
     if len(results.metric) > 1:
         front = results.pareto_front()
         tiles.append(
-            ("Pareto front", _counted(len(front), "trial"), "that no other one beats in every metric")
+            ("Pareto front", counted(len(front), "trial"), "that no other one beats in every metric")
         )
     elif ranked:
         best = ranked[0]
@@ -102,12 +102,12 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
     counts = Counter(trial.state for trial in results)
     others = ", ".join(f"{counts[state]} {state}" for state in _LEFT if counts[state])
     tiles.append(
-        ("Complete", _counted(counts[TrialState.COMPLETE], "trial"), others or "none pruned, none failed")
+        ("Complete", counted(counts[TrialState.COMPLETE], "trial"), others or "none pruned, none failed")
     )
     epochs = sum(trial.epoch for trial in results)
     ended = [trial.epoch for trial in results if trial.state is TrialState.PRUNED]
     saved = sum(trial.max_epochs - trial.epoch for trial in results if trial.state is TrialState.PRUNED)
-    note = f"{saved:,} saved by pruning {_counted(len(ended), 'trial')}" if ended else "of all trials"
+    note = f"{saved:,} saved by pruning {counted(len(ended), 'trial')}" if ended else "of all trials"
     tiles.append(("Epochs", f"{epochs:,}", note))
     seconds = sum(trial.seconds for trial in results)
     tiles.append(("Time in slots", str(timedelta(seconds=round(seconds))), "of all trials together"))
@@ -408,10 +408,6 @@ def _is_number(value: Any) -> bool:
 def _text(value: Any) -> str:
     """A value as people read it."""
     return value_text(value) if isinstance(value, float) else str(value)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _shown(text: str) -> str:
