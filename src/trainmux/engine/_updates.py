@@ -7,7 +7,6 @@ scalars and a zero gradient, which leaves its rows bitwise as they were.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -179,14 +178,33 @@ class Updates:
 
     def append(self, position: int, unit: Unit, gradient: Tensor | GradientRows, *, fresh: bool) -> None:
         """Update one parameter; a ``fresh`` gradient is overwritten. Nothing where no optimizer has it."""
-        settings = self._settings
+        settings, shaped = self._settings, self._shaped
         name, index = settings.parameters[position], settings.group_of[position]
         if index is None:
             return
         names = tuple(entry.name for entry in settings.entries[position])
         parameter = self._given.parameters[position]
         shape = tuple(parameter.shape[1:])
-        change_one = functools.partial(self._change, index, names, shape)
+        known, group = self._in_dtype[parameter.dtype], settings.structure.groups[index]
+
+        def change_one(
+            parameter: Tensor, gradient: Tensor | None, state: Sequence[Tensor], *, fresh: bool
+        ) -> None:
+            """Update the parameter, flat or not, or rows of it; ``None`` is a gradient of zero."""
+            if gradient is None:
+                gradient = zero_like(parameter)
+            else:
+                gradient = gradient.to(parameter.dtype)
+                if settings.clips_norm:
+                    gradient = gradient * shaped(known.shrink, gradient)
+                if settings.clips_value:
+                    bound = shaped(known.bound, gradient)
+                    gradient = torch.clamp(gradient, -bound, bound)
+                gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=fresh)
+            scalars = {key: shaped(value, parameter) for key, value in known.of_group(index).items()}
+            named, idle = dict(zip(names, state, strict=True)), settings.idle[index]
+            apply_update(group, parameter, gradient, named, scalars, idle=idle, shape=shape)
+
         tensors = [parameter, *(self._states[name, state_name] for state_name in names)]
         if isinstance(gradient, GradientRows):
             with unit_of_graph(f"rows of update {unit.number}"):
@@ -209,43 +227,6 @@ class Updates:
             change_one(first, second, state, fresh=fresh)
 
         self._traced.write(own, (index, fresh), unit, change)
-
-    def _change(
-        self,
-        index: int,
-        names: Sequence[str],
-        shape: tuple[int, ...],
-        parameter: Tensor,
-        gradient: Tensor | None,
-        state: Sequence[Tensor],
-        *,
-        fresh: bool,
-    ) -> None:
-        """Update a parameter of ``shape`` in a member, or rows of it; ``None`` is a gradient of zero."""
-        known, shaped, group = (
-            self._in_dtype[parameter.dtype],
-            self._shaped,
-            self._settings.structure.groups[index],
-        )
-        if gradient is None:
-            gradient = zero_like(parameter)
-        else:
-            gradient = gradient.to(parameter.dtype)
-            if self._settings.clips_norm:
-                gradient = gradient * shaped(known.shrink, gradient)
-            if self._settings.clips_value:
-                bound = shaped(known.bound, gradient)
-                gradient = torch.clamp(gradient, -bound, bound)
-            gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=fresh)
-        apply_update(
-            group,
-            parameter,
-            gradient,
-            dict(zip(names, state, strict=True)),
-            {key: shaped(value, parameter) for key, value in known.of_group(index).items()},
-            idle=self._settings.idle[index],
-            shape=shape,
-        )
 
 
 def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
