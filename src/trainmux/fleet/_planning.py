@@ -339,7 +339,7 @@ class FleetPlanner:
                     lambda width: self._kernels(index, width)[0], self._device, half=half
                 )
             return self._by_width[index].profile(width)
-        graph, program = self._kernels(index, width)
+        graph, _ = self._kernels(index, width)
         group = self._groups[index]
         if width > group.width:
             raise ConfigError(
@@ -350,8 +350,7 @@ class FleetPlanner:
         found = self._cache.get(fingerprint)
         branches = branches_to_measure(group.width) if width == 1 else ()
         if found is None or self._lacks_branches(found, branches, graph):
-            arguments = self._arguments(index, program, width)
-            found = self._measured(graph, arguments, index, width, fingerprint, branches)
+            found = self._measured(index, width, fingerprint, branches)
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
         self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
@@ -364,20 +363,14 @@ class FleetPlanner:
         missing = set(branches) - set(known_branches(found))
         return device.type == "cuda" and bool(missing) and fits(graph, device, min(missing))
 
-    def _measured(
-        self,
-        graph: KernelGraph,
-        arguments: Sequence[Tensor],
-        index: int,
-        width: int,
-        fingerprint: str,
-        branches: Sequence[int],
-    ) -> Profile:
+    def _measured(self, index: int, width: int, fingerprint: str, branches: Sequence[int]) -> Profile:
         """Measure a step; where the device has too little for one node of it, that is refused in words.
 
         The refusal is raised when the error is gone, whose traceback would hold the step's tensors.
         """
         what = f"width {width}, node by node"
+        graph, program = self._kernels(index, width)
+        arguments = self._arguments(index, program, width)
         try:
             with kernel_settings(deterministic=self._config.deterministic):
                 found = measure_profile(

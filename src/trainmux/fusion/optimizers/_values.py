@@ -250,12 +250,56 @@ class Evaluation:
 
         args, kwargs = pytree.tree_map(operand, (value.args, dict(value.kwargs)), is_leaf=_is_item)
         if given:
-            return _with_numbers(value, args, kwargs, given, self._number_of)
+            return self._with_numbers(value, args, kwargs, given)
         if value.name == "aten::copy":
             return args[1].to(value.dtype).expand_as(args[0])
         if not any(True for _ in value.operands(Ref)):
             kwargs["device"] = self._number_of(0.0).device
         return value.target(*args, **kwargs)
+
+    def _with_numbers(self, value: Value, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Tensor:
+        """Compute an operator some of whose numbers are ``given`` as tensors of no dimension.
+
+        Torch computes half precision with Python's numbers in single precision, and rounds the result.
+        """
+        name = value.name.removeprefix("aten::")
+        if value.name in _FILLS:
+            *rest, fill = (item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+            filled = fill.to(value.dtype)
+            return filled.expand_as(rest[0]) if rest else filled.expand(args[0] if name == "full" else ())
+
+        numbers = {id(item) for item in given}
+        tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        dtypes = [item.dtype for item in tensors if id(item) not in numbers and item.is_floating_point()]
+        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else self._number_of(0.0).dtype
+        dtype = scalar_dtype(dtype)
+
+        def wide(item: Any) -> Any:
+            return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+        args, kwargs = pytree.tree_map(wide, (args, kwargs))
+        factor = kwargs.get("alpha", kwargs.get("value", 1))
+        match name:
+            case "add" | "sub":
+                result = getattr(operator, name)(args[0], args[1] * factor)
+            case "rsub":
+                result = args[1] - args[0] * factor
+            case "addcmul":
+                result = args[0] + factor * args[1] * args[2]
+            case "addcdiv":
+                result = args[0] + factor * (args[1] / args[2])
+            case "lerp":
+                result = torch.lerp(args[0], args[1], args[2].to(args[0].dtype))
+            case "clamp" | "clamp_min" | "clamp_max":
+                limits = {name.removeprefix("clamp_"): args[1]} if name != "clamp" else _limits(args, kwargs)
+                result = args[0]
+                for side, limit in limits.items():
+                    if limit is not None:
+                        other = limit if isinstance(limit, Tensor) else self._number_of(limit)
+                        result = (torch.maximum if side == "min" else torch.minimum)(result, other)
+            case _:
+                result = getattr(torch, name)(*args, **kwargs)
+        return result.to(value.dtype)  # type: ignore[no-any-return]
 
 
 def _named(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | str:
@@ -288,57 +332,6 @@ def _frozen(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return tuple(map(_frozen, item))
     return item if isinstance(item, (Ref, Computed)) else (type(item).__name__, str(item))
-
-
-def _with_numbers(
-    value: Value,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    given: Sequence[Tensor],
-    number_of: Callable[[Expression], Tensor],
-) -> Tensor:
-    """Compute an operator some of whose numbers are ``given`` as tensors of no dimension.
-
-    Torch computes half precision with Python's numbers in single precision, and rounds the result.
-    """
-    name = value.name.removeprefix("aten::")
-    if value.name in _FILLS:
-        *rest, fill = (item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-        filled = fill.to(value.dtype)
-        return filled.expand_as(rest[0]) if rest else filled.expand(args[0] if name == "full" else ())
-
-    numbers = {id(item) for item in given}
-    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-    dtypes = [item.dtype for item in tensors if id(item) not in numbers and item.is_floating_point()]
-    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else number_of(0.0).dtype
-    dtype = scalar_dtype(dtype)
-
-    def wide(item: Any) -> Any:
-        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
-
-    args, kwargs = pytree.tree_map(wide, (args, kwargs))
-    factor = kwargs.get("alpha", kwargs.get("value", 1))
-    match name:
-        case "add" | "sub":
-            result = getattr(operator, name)(args[0], args[1] * factor)
-        case "rsub":
-            result = args[1] - args[0] * factor
-        case "addcmul":
-            result = args[0] + factor * args[1] * args[2]
-        case "addcdiv":
-            result = args[0] + factor * (args[1] / args[2])
-        case "lerp":
-            result = torch.lerp(args[0], args[1], args[2].to(args[0].dtype))
-        case "clamp" | "clamp_min" | "clamp_max":
-            limits = {name.removeprefix("clamp_"): args[1]} if name != "clamp" else _limits(args, kwargs)
-            result = args[0]
-            for side, limit in limits.items():
-                if limit is not None:
-                    other = limit if isinstance(limit, Tensor) else number_of(limit)
-                    result = (torch.maximum if side == "min" else torch.minimum)(result, other)
-        case _:
-            result = getattr(torch, name)(*args, **kwargs)
-    return result.to(value.dtype)  # type: ignore[no-any-return]
 
 
 def _limits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
