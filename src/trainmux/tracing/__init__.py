@@ -11,6 +11,7 @@ from trainmux.tracing._joint import (
     trace_forward,
     trace_joint,
 )
+from trainmux.tracing._number_forms import NUMBER_FORMS
 from trainmux.tracing._numbers import (
     Number,
     first_difference,
@@ -21,6 +22,7 @@ from trainmux.tracing._numbers import (
 )
 from trainmux.tracing._passes import (
     SplitGraph,
+    arguments_by_name,
     graph_constant,
     inherit_meta,
     move_to,

@@ -251,6 +251,7 @@ def _forms() -> Iterator[tuple[OpOverload, NumberForm]]:
     yield aten.masked_fill.Scalar, form(aten.masked_fill.Tensor, "value", wide=False)
     yield aten.where.ScalarSelf, form(_where, "self", wide=False)
     yield aten.where.ScalarOther, form(_where, "other", wide=False)
+    yield aten.where.Scalar, form(_where, "self", "other", wide=False)
     yield aten.full.default, form(lambda size, value, *_: _filled(size, value), "fill_value", wide=False)
     yield aten.full_like.default, form(lambda x, v, *_: _filled(x.shape, v), "fill_value", wide=False)
     yield aten.new_full.default, form(lambda _, size, v, *__: _filled(size, v), "fill_value", wide=False)
@@ -271,7 +272,7 @@ def _forms() -> Iterator[tuple[OpOverload, NumberForm]]:
     yield aten.smooth_l1_loss.default, form(_smooth_l1, "beta")
     yield aten.smooth_l1_loss_backward.default, form(_smooth_l1_backward, "beta")
     yield aten.lerp.Scalar, form(torch.lerp, "weight")
-    yield aten.addcmul.default, form(lambda x, a, b, value: x + _scaled(a * b, value), "value")
+    yield aten.addcmul.default, form(lambda x, a, b, value: x + _scaled(a, value) * b, "value")
     yield aten.addcdiv.default, form(lambda x, a, b, value: x + _scaled(a / b, value), "value")
     yield aten.native_layer_norm.default, form(_layer_norm, "eps")
     yield aten.native_group_norm.default, form(_group_norm, "eps")
@@ -297,6 +298,8 @@ def _forms() -> Iterator[tuple[OpOverload, NumberForm]]:
     )
     yield aten.remainder.Scalar, form(torch.remainder, "other")
     yield aten.fmod.Scalar, form(torch.fmod, "other")
+    for op in (aten.floor_divide.default, aten.floor_divide.Scalar):
+        yield op, form(torch.floor_divide, "other")
     yield (
         aten.div.Tensor_mode,
         form(lambda x, other, mode: torch.div(x, other, rounding_mode=mode), "other"),
@@ -312,4 +315,4 @@ def _forms() -> Iterator[tuple[OpOverload, NumberForm]]:
     yield aten.baddbmm.default, form(_plus_product(torch.bmm), "alpha", factors=("batch1", "batch2"))
 
 
-FORMS = dict(_forms())
+NUMBER_FORMS = dict(_forms())

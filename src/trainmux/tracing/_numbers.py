@@ -4,8 +4,8 @@ A dropout probability, a loss weight or a temperature is a Python number when th
 literal of its graph. Members whose graphs are equal but for such numbers can train as one: ``structure_of``
 reads a graph without them, and ``with_inputs`` makes those that differ inputs of the graph.
 
-A literal can become an input where its operator has a form that takes a tensor in its place (``FORMS``).
-Every other number, such as a size or a dimension, stays part of the structure.
+A literal can become an input where its operator has a form that takes a tensor in its place
+(``NUMBER_FORMS``). Every other number, such as a size or a dimension, stays part of the structure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, InputKind
 from trainmux.tracing._joint import TracedGraph
-from trainmux.tracing._number_forms import FORMS
+from trainmux.tracing._number_forms import NUMBER_FORMS
 from trainmux.tracing._passes import arguments_by_name, graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._reach import tensor_digest
 from trainmux.tracing._source import node_location
@@ -74,8 +74,8 @@ def _literals_of(module: fx.GraphModule, node: fx.Node) -> Iterator[_Literal]:
         value = graph_constant(module, node)
         if _is_free_constant(value):
             yield _Literal(node, "", value.item(), is_whole=False)
-    elif node.op == "call_function" and node.target in FORMS:
-        names, result = FORMS[node.target].numbers, node.meta.get("val")
+    elif node.op == "call_function" and node.target in NUMBER_FORMS:
+        names, result = NUMBER_FORMS[node.target].numbers, node.meta.get("val")
         if isinstance(result, (Tensor, tuple, list)):
             for name, value in arguments_by_name(node).items():
                 if name in names and _is_number(value):
@@ -244,7 +244,7 @@ class _Rewriter:
     def _by_form(self, node: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
         """Write a node with tensors in the place of numbers that differ."""
         assert isinstance(node.target, OpOverload)
-        form, own = FORMS[node.target], self._columns[node]
+        form, own = NUMBER_FORMS[node.target], self._columns[node]
         given = {**arguments_by_name(node), **self._literals.get(node, {})}
         leaves, spec = pytree.tree_flatten(list(given.values()), is_leaf=lambda x: isinstance(x, fx.Node))
         tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]

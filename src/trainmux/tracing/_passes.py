@@ -171,11 +171,14 @@ def is_attention(target: Any) -> bool:
     return isinstance(target, OpOverload) and "_scaled_dot_product" in target.name()
 
 
-def arguments_by_name(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an operator by name, defaults included, in the order of its schema."""
-    described = node.target._schema.arguments  # type: ignore[union-attr]
+def arguments_by_name(node: Any) -> dict[str, Any]:
+    """All arguments of an operator by name, defaults included, in the order of its schema.
+
+    ``node`` is one of a graph, or something like it with a target, args and kwargs.
+    """
+    described = node.target._schema.arguments
     given = zip((argument.name for argument in described), node.args, strict=False)
-    return {argument.name: argument.default_value for argument in described} | dict(given) | node.kwargs
+    return {**{argument.name: argument.default_value for argument in described}, **dict(given), **node.kwargs}
 
 
 def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,20 +21,13 @@ from trainmux.fusion.optimizers._symbols import (
     pin,
     tensor_value,
 )
+from trainmux.tracing import NUMBER_FORMS, arguments_by_name
 
 _SAME = tuple(
     f"aten::{name}"
     for name in ("_to_copy", "clone", "alias", "detach", "lift_fresh_copy", "copy", "view", "expand")
 )
 _LIKE = ("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::_to_copy", "aten::copy")
-_FILLS = ("aten::full", "aten::full_like", "aten::fill", "aten::scalar_tensor")
-# Operators of torch that take a tensor wherever they take a number.
-_PLAIN = (
-    *("mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge", "where", "maximum", "minimum", "remainder"),
-    *("fmod", "floor_divide"),
-)
-_SPECIAL = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max")
-_NUMBERED = frozenset({*_FILLS, *(f"aten::{name}" for name in (*_PLAIN, *_SPECIAL))})
 
 
 @dataclass(frozen=True)
@@ -146,8 +138,9 @@ class Values:
                 if (source.shape, source.dtype) == (named, dtype):
                     numbers[node] = same.number  # values never change, so that a copy is the value itself
                     continue
-            if value.name not in _NUMBERED:
-                for computed in value.operands(Computed):
+            free = _numbers_of(value)
+            for computed in value.operands(Computed):
+                if not any(computed is number for number in free):
                     raise pin(computed.expression, f"{node.target} takes a number that changes")
             numbers[node] = self._number(value)
         return operand
@@ -249,27 +242,21 @@ class Evaluation:
             return given[-1]
 
         args, kwargs = pytree.tree_map(operand, (value.args, dict(value.kwargs)), is_leaf=_is_item)
-        if given:
-            return self._with_numbers(value, args, kwargs, given)
         if value.name == "aten::copy":
             return args[1].to(value.dtype).expand_as(args[0])
         if not any(True for _ in value.operands(Ref)):
             kwargs["device"] = self._number_of(0.0).device
+        if given:
+            return self._with_numbers(replace(value, args=args, kwargs=kwargs), given)
         return value.target(*args, **kwargs)
 
-    def _with_numbers(self, value: Value, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Tensor:
+    def _with_numbers(self, call: Value, given: Sequence[Tensor]) -> Tensor:
         """Compute an operator some of whose numbers are ``given`` as tensors of no dimension.
 
         Torch computes half precision with Python's numbers in single precision, and rounds the result.
         """
-        name = value.name.removeprefix("aten::")
-        if value.name in _FILLS:
-            *rest, fill = (item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-            filled = fill.to(value.dtype)
-            return filled.expand_as(rest[0]) if rest else filled.expand(args[0] if name == "full" else ())
-
-        numbers = {id(item) for item in given}
-        tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        numbers, arguments = {id(item) for item in given}, list(arguments_by_name(call).values())
+        tensors = [item for item in pytree.tree_leaves(arguments) if isinstance(item, Tensor)]
         dtypes = [item.dtype for item in tensors if id(item) not in numbers and item.is_floating_point()]
         dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else self._number_of(0.0).dtype
         dtype = scalar_dtype(dtype)
@@ -277,29 +264,16 @@ class Evaluation:
         def wide(item: Any) -> Any:
             return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
 
-        args, kwargs = pytree.tree_map(wide, (args, kwargs))
-        factor = kwargs.get("alpha", kwargs.get("value", 1))
-        match name:
-            case "add" | "sub":
-                result = getattr(operator, name)(args[0], args[1] * factor)
-            case "rsub":
-                result = args[1] - args[0] * factor
-            case "addcmul":
-                result = args[0] + factor * args[1] * args[2]
-            case "addcdiv":
-                result = args[0] + factor * (args[1] / args[2])
-            case "lerp":
-                result = torch.lerp(args[0], args[1], args[2].to(args[0].dtype))
-            case "clamp" | "clamp_min" | "clamp_max":
-                limits = {name.removeprefix("clamp_"): args[1]} if name != "clamp" else _limits(args, kwargs)
-                result = args[0]
-                for side, limit in limits.items():
-                    if limit is not None:
-                        other = limit if isinstance(limit, Tensor) else self._number_of(limit)
-                        result = (torch.maximum if side == "min" else torch.minimum)(result, other)
-            case _:
-                result = getattr(torch, name)(*args, **kwargs)
-        return result.to(value.dtype)  # type: ignore[no-any-return]
+        result: Tensor = NUMBER_FORMS[call.target].compute(*pytree.tree_map(wide, arguments))
+        return result.to(call.dtype)
+
+
+def _numbers_of(value: Value) -> list[Any]:
+    """The arguments of an operator in whose place there may be tensors."""
+    if value.target not in NUMBER_FORMS:
+        return []
+    arguments = arguments_by_name(value)
+    return [arguments[name] for name in NUMBER_FORMS[value.target].numbers]
 
 
 def _named(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | str:
@@ -332,8 +306,3 @@ def _frozen(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return tuple(map(_frozen, item))
     return item if isinstance(item, (Ref, Computed)) else (type(item).__name__, str(item))
-
-
-def _limits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    positional = dict(zip(("min", "max"), args[1:], strict=False))
-    return {**positional, **{name: kwargs[name] for name in ("min", "max") if name in kwargs}}
