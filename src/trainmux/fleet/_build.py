@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from math import prod
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from trainmux.engine import (
     ForwardProgram,
@@ -33,6 +32,7 @@ from trainmux.lowering import (
     decompositions,
     lower,
 )
+from trainmux.profiling import work_of
 from trainmux.runtime import stacked_strides
 from trainmux.tracing import TracedGraph
 
@@ -239,15 +239,11 @@ def fuses_well(traced: TracedGraph, config: FleetConfig) -> bool:
 
 def convolution_flops(traced: TracedGraph) -> float:
     """Floating-point operations of one member's convolutions in a step, backward included."""
-    total = 0.0
-    for node in traced.module.graph.nodes:
-        if node.target is aten.convolution.default:
-            total += _products(node.meta["val"], node.args[1].meta["val"])
-        elif node.target is aten.convolution_backward.default:
-            num_wanted = sum(map(bool, node.args[-1][:2]))
-            total += num_wanted * _products(node.args[0].meta["val"], node.args[2].meta["val"])
-    return total
 
+    def value(node: fx.Node) -> Any:
+        return node.meta.get("val")
 
-def _products(out: Tensor, weight: Tensor) -> float:
-    return 2.0 * out.numel() * prod(weight.shape[1:])
+    targets = (aten.convolution.default, aten.convolution_backward.default)
+    nodes = [node for node in traced.module.graph.nodes if node.target in targets]
+    work = [work_of(node.target, fx.map_arg(node.args, value), value(node)) for node in nodes]
+    return sum(each.flops for each in work if each is not None)

@@ -16,4 +16,4 @@ from trainmux.profiling._kernels import KernelGraph, Location, locations_of
 from trainmux.profiling._link import LinkRates, probe_link
 from trainmux.profiling._measured import MEASUREMENT_VERSION, Measurements, fits, measure_profile
 from trainmux.profiling._pass import PassingPlace
-from trainmux.profiling._reading import read_kernels
+from trainmux.profiling._reading import read_kernels, work_of
