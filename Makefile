@@ -22,7 +22,7 @@ INTEGRATIONS := $(VENV)-integrations
 DOCS := $(VENV)-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-extensive test-operators test-integrations docs lint test-gpu bench clean distclean
+.PHONY: help env demo test test-cpu test-extensive test-operators test-integrations docs lint test-gpu bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -32,7 +32,11 @@ env: $(INSTALLED) ## create the environment and install into it
 demo: $(INSTALLED) ## train a sweep of sixteen small CNNs as one fleet, and compare
 	$(PY) -m trainmux demo $(DEMO_ARGS)
 
-test: lint ## lint, type check, unit and CPU tests
+# Side by side: mypy takes most of the time that lint takes, on one core.
+test: $(INSTALLED) ## lint, type check, unit and CPU tests
+	$(MAKE) -j 2 lint test-cpu
+
+test-cpu: $(INSTALLED)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2 --dist worksteal
 
 test-extensive: $(INSTALLED) ## further combinations, which make test leaves out
