@@ -82,7 +82,9 @@ def loss_of(function: Function, number: float) -> Callable[[nn.Module, Any], Ten
     return lambda model, x: weighted_sum(function(model(x), number))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.extensive)]
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_input_gives_what_the_literal_gave(name: str, dtype: torch.dtype) -> None:
     """The graph of one number, with its numbers as inputs, computes the other's results."""
