@@ -38,16 +38,23 @@ def test_the_decompositions_we_ask_for_exist(packet: Any) -> None:
     assert {op.overloadpacket for op in torch._decomp.get_decompositions((packet,))} == {packet}
 
 
-def test_operators_that_vmap_would_loop_over_are_known_before_its_first_call() -> None:
-    """It registers rules then. A process's first fleet looped over cross entropies: 1.22 times the step."""
+def test_a_process_knows_what_vmap_loops_over_and_splits_a_graph_without_torchs_compilers() -> None:
+    """``vmap`` registers rules in its first call: a process's first fleet looped over cross entropies, 1.22
+    times the step. Importing the compilers takes a second, in which a fleet's first step would wait."""
     code = """
-import torch
+import sys, torch, trainmux as tm
 from trainmux.tracing import has_vmap_rule
 
 aten = torch.ops.aten
 losses = [aten.nll_loss_forward, aten.binary_cross_entropy_with_logits]
 assert all(has_vmap_rule(op.default) for op in [*losses, aten.linear, aten.native_dropout_backward])
 assert not has_vmap_rule(aten.histc.default)
+
+model = torch.nn.Linear(4, 1)
+member = tm.Member(model, torch.optim.AdamW(model.parameters()))
+fleet = tm.Fleet([member], lambda model, x: model(x).mean(), torch.ones(2, 4), device="cpu")
+fleet.step(torch.ones(2, 4))
+assert {"torch._inductor.pattern_matcher", "torch._inductor.lowering"}.isdisjoint(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
