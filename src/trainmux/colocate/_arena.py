@@ -244,7 +244,7 @@ class ArenaSide:
         return job, segment, began_at - job.trend.begins[segment]
 
     def remainders(self, now: float) -> list[Remainder]:
-        """What is left of the iterations begun here and not complete."""
+        """The rest of the iterations that are begun here and not complete."""
         job, segment, origin = self._head(now)
         found = [Remainder(origin, job.trend.step_of_segment[segment], job.trend)]
         if self.has_two_iterations:

@@ -67,7 +67,7 @@ class WeightAverage(Callback):
         self._departures = Departures()
 
     def _weight(self, count: int) -> float:
-        """How far the average moves towards the weights, when ``count`` are in it."""
+        """The share by which the average moves towards the weights, when ``count`` are in it."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -600,7 +600,7 @@ class Group:
         )
 
     def _form(self) -> tuple[Hashable, ...]:
-        """What programs depend on besides graph, settings and batch: slots, and names of shared tensors."""
+        """The key of programs besides graph, settings and batch: slots, and names of shared tensors."""
         return self.width, tuple(self.state.shared)
 
     def variant(self, *, applies: bool = True) -> Hashable:

@@ -55,7 +55,7 @@ class View(Protocol):
 
     @property
     def head(self) -> str:
-        """What stands over the names."""
+        """The line above the names."""
         ...
 
     @property
@@ -385,7 +385,7 @@ def open_display(progress: str, *, every_update: bool = False) -> Display:
 
 
 def progress_setting(progress: str | bool) -> str:
-    """What ``progress=`` means; refuses what it does not know."""
+    """Read ``progress=``; refuse what it does not know."""
     setting = progress if isinstance(progress, str) else "auto" if progress else "off"
     require_choice("progress", setting, ("auto", "rich", "plain", "off"))
     return setting

@@ -53,7 +53,7 @@ def warn_of_small_splits(groups: Sequence[Group]) -> None:
 
 
 def _difference(first: Group, second: Group) -> tuple[int, str]:
-    """How much two groups have in common before they differ, and how they do."""
+    """The length of what two groups have in common, and their first difference in words."""
     if first.key == second.key:
         return 4, first.unfused_because or second.unfused_because or "it trains by itself"
     if first.key.graph != second.key.graph:

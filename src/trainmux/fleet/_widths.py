@@ -1,4 +1,4 @@
-"""How many slots a group has: fewer where most have been empty for long, more again where members come."""
+"""The number of slots of a group: fewer where most were empty for long, more again where members come."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Workers:
 
 
 def num_workers(num_jobs: int, most: int, least: int = 0) -> int:
-    """How many workers so many jobs pay for, two at least; ``least`` where that is not worth it."""
+    """The number of workers that so many jobs pay for, two at least; ``least`` where that is not worth it."""
     wanted = min(most, num_jobs // MIN_FOR_WORKER)
     return wanted if wanted >= 2 else min(least, most, num_jobs)
 

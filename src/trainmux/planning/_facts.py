@@ -157,7 +157,7 @@ facts_of = remembered(Facts)
 
 
 def num_forward(profile: Profile) -> int:
-    """How many nodes the forward pass has; they are the first ones, or it is `PlanError`."""
+    """The number of nodes of the forward pass; they are the first ones, or it is `PlanError`."""
     count = sum(node.phase is Phase.FORWARD for node in profile.nodes)
     for node in profile.nodes[count:]:
         if node.phase is Phase.FORWARD:

@@ -66,7 +66,7 @@ BranchedOf = Callable[[PlannedGroup, int, int], Profile | None]
 
 @dataclass(frozen=True)
 class PlanProgress:
-    """How far a stage of planning is: ``done`` of ``total``, and what comes next in words.
+    """The progress of a stage of planning: ``done`` of ``total``, and what comes next in words.
 
     Stages are ``compiling``, ``profiling`` (a profile for each width), ``measuring`` (the nodes of one of
     them), ``scheduling by`` a policy (arrangements) and ``improving`` (schedules of the best ones). Each ends

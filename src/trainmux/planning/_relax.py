@@ -100,7 +100,7 @@ class Relaxation:
         return Relaxed(self._total + value / self._second, swapped, np.minimum(recomputed, 1 - swapped))
 
     def _slowness(self, swapped: Floats) -> float:
-        """How many times as long copies of these shares of classes take as bytes in the largest copies."""
+        """The time of copies of these shares of classes, relative to bytes in the largest copies."""
         size, back = np.asarray([(each.size, each.back) for each in self._classes]).T
         quickest = float(swapped @ size) * float((back / size).min())
         return float(swapped @ back) / quickest if quickest > 0 else 1.0

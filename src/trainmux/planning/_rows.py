@@ -99,7 +99,7 @@ class Recipe:
 
 
 def recipe(record: Recomputation, all_facts: Sequence[Facts]) -> Recipe:
-    """How ``record`` is carried out. Refused with `PlanError`: nodes that cannot make the tensor again."""
+    """The nodes that carry out ``record``. Refused with `PlanError`: nodes that cannot make it again."""
     key = (record.sub_array, record.tensor)
     check_names(key, [record.before, *((record.sub_array, rank) for rank in record.nodes)], all_facts)
     facts = all_facts[record.sub_array]
@@ -227,7 +227,7 @@ def body_row(
     swaps = [_swap_positions(swap, all_facts, positions, num_nodes) for swap in schedule.swaps]
 
     def distance(key: Key, position: int) -> int:
-        """How far it is, around the body, from a position to the next node that uses a tensor."""
+        """The distance, around the body, from a position to the next node that uses a tensor."""
         facts, places = all_facts[key[0]], positions[key[0]]
         ranks = [rank for rank in facts.tensors[key[1]].accesses if rank != facts.made_by[key[1]]]
         return min(((places[rank] - position) % num_nodes for rank in ranks), default=num_nodes)

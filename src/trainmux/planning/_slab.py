@@ -159,7 +159,7 @@ class _Placed:
         self._num_rows = 0
 
     def lowest_offset(self, spans: _Spans, size: int) -> int:
-        """That of the smallest gap of ``size`` bytes between the rows that share time with ``spans``."""
+        """The offset of the smallest gap of ``size`` bytes between rows that share time with ``spans``."""
         bottoms, tops, starts, ends = self._rows[:, : self._num_rows]
         meets = _meets(starts, ends, spans).nonzero()[0]
         return _best_gap(bottoms[meets], tops[meets], size) if meets.size else 0

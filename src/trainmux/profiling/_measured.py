@@ -67,7 +67,7 @@ _LOAD_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class CopyCosts:
-    """How copies and a step's kernels slow each other down, and what each dependency between them costs."""
+    """The slowdown of copies and kernels by each other, and the cost of dependencies between them."""
 
     link: LinkUnderLoad
     sync_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What the pages have in common: their files, texts made safe for HTML, tables."""
+"""Parts of all pages: their files, texts made safe for HTML, tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(name: str) -> str:
 
 
 def digest(text: str) -> str:
-    """What a content security policy knows a style or script by."""
+    """The hash by which a content security policy knows a style or script."""
     return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 

@@ -62,7 +62,7 @@ def _summary(facts: PlanFacts) -> list[str]:
 
 
 def _gap(plan: PlanRecord) -> str:
-    """How far the step is from the bound, where one is known."""
+    """The gap between the step and the bound, where one is known."""
     if not plan.bound_seconds:
         return ""
     return f"; {plan.gap:.1%} above the lower bound of {format_seconds(plan.bound_seconds)}"

@@ -114,7 +114,7 @@ class Ensemble(nn.Module):
         return means, flat.rebuild([tensor.var(0, correction=0) for tensor in flat.tensors])
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """What each member returns; each tensor has a leading axis of members, in the order of ``names``."""
+        """The outputs of all members; each tensor has a leading axis of members, ordered as ``names``."""
         flat = self._stacked(args, kwargs)
         return flat.rebuild(list(flat.tensors))
 

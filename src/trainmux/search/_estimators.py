@@ -32,7 +32,7 @@ _OF_FLEETS = ("epochs", "batch_size", "shuffle", "device", "precision")
 
 
 class _FleetEstimator(BaseEstimator):  # type: ignore[misc]
-    """What classifiers and regressors have in common."""
+    """The common base of classifiers and regressors."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _FleetEstimator(BaseEstimator):  # type: ignore[misc]
         return member
 
     def _outputs(self, X: Any) -> Tensor:  # noqa: N803
-        """What the trained model returns for rows, on the host."""
+        """The outputs of the trained model for rows, on the host."""
         check_is_fitted(self, "model_")
         checked = validate_data(self, X, reset=False, allow_nd=True)
         parameter = next(self.model_.parameters())
@@ -177,7 +177,7 @@ class FleetRegressor(RegressorMixin, _FleetEstimator):  # type: ignore[misc]
     _loss = staticmethod(squared_error)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """What the model returns, in the shape of the targets that it was trained on."""
+        """The outputs of the model, in the shape of the targets that it was trained on."""
         found = self._outputs(X)
         return np.asarray(found.reshape(len(found), *self._target_shape))
 
@@ -248,7 +248,7 @@ class Meeting:
         train(self.fits)
 
     def trained(self, estimator: _FleetEstimator, data: Data) -> Fit | None:
-        """What came of the same training, or ``None`` if it was not noted."""
+        """The result of the same training, or ``None`` if it was not noted."""
         params = estimator.get_params(deep=False)
         for fit in self.fits:
             alike = type(fit.estimator) is type(estimator) and fit.key == data.key

@@ -1,4 +1,4 @@
-"""What pruners see of a study."""
+"""A study as pruners see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all loggers of a search have in common."""
+"""The common base of all loggers of a search."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _key(name: str) -> str:
 
 
 def _session_end(is_success: bool) -> Any:
-    """What marks a run of TensorBoard's HParams as ended, well or not."""
+    """The record that marks a run of TensorBoard's HParams as ended, well or not."""
     api = importlib.import_module("tensorboard.plugins.hparams.api_pb2")
     data = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
     summary = importlib.import_module("tensorboard.compat.proto.summary_pb2")

@@ -1,4 +1,4 @@
-"""How often a search reports to its study."""
+"""The pace at which a search reports to its study."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _IDLE_S = 0.5
 
 @dataclass
 class SearchOptions:
-    """How a search trains its trials; ``fleet`` has further arguments of `Fleet`.
+    """Options for training the trials of a search; ``fleet`` has further arguments of `Fleet`.
 
     Settings are checked: ``ConfigError`` says which one is wrong. No loader is iterated.
     """

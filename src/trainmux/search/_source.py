@@ -24,7 +24,7 @@ LATER: Final = Later.LATER
 
 
 class Verdict(Enum):
-    """What a source says about a trial after an epoch."""
+    """The decision of a source about a trial after an epoch."""
 
     GO_ON = "go on"
     PRUNE = "prune"
@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def num_trials(self) -> int | None:
-        """How many trials a search will get in all, as far as that is known; from any thread, at once."""
+        """The number of trials that a search will get, as far as that is known; from any thread, at once."""
         ...
 
     def ask(self) -> Trial | Later | None:
@@ -75,7 +75,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class AskTell(Protocol):
-    """What a user may pass in place of a list: asked for members, and told what became of them.
+    """A source of members in place of a list: asked for members, and told what became of them.
 
     ``ask`` returns a `Member`, a `Candidate` or ``None`` when there are no more.
     """

@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.int64]
 
 @runtime_checkable
 class Splitter(Protocol):
-    """What scikit-learn's splitters are."""
+    """The interface of scikit-learn's splitters."""
 
     def split(self, X: Any, y: Any = None, groups: Any = None) -> Iterable[tuple[Any, Any]]:  # noqa: N803
         """Yield rows to train on and rows held out."""

@@ -1,4 +1,4 @@
-"""What is shown of a running search."""
+"""The view of a running search."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _bits(number: Number) -> bytes:
 
 
 class _Book:
-    """What is noted of the numbers while they are followed."""
+    """Notes on the numbers while they are followed."""
 
     def __init__(self) -> None:
         self.guards: list[Callable[[Numbers], bool]] = []
@@ -207,7 +207,7 @@ def _perturbed(number: Number, draws: random.Random) -> float:
 
 @dataclass(frozen=True)
 class NumberForms:
-    """How the numbers of a graph follow from those of the code, at the places that were followed.
+    """The numbers of a graph as functions of those of the code, at the places that were followed.
 
     ``key`` is that of the graph's structure, ``base`` has the numbers of the member that was traced.
     """

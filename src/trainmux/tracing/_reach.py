@@ -646,7 +646,7 @@ def rebuilt_tuple(original: tuple[Any, ...], items: Iterable[Any]) -> Any:
 
 
 def kind_of_number(value: Any) -> str | None:
-    """What numbers have in common that code treats alike; ``None`` for special ones, and for other values."""
+    """The class of numbers that code treats alike; ``None`` for special ones, and for other values."""
     if type(value) not in (int, float) or value in (0, 1, -1) or not math.isfinite(value):
         return None
     return "positive" if value > 0 else "negative"

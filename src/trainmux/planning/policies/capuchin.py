@@ -83,7 +83,7 @@ class _Deciding(Greedy):
         return swap_in_start + around - swap_out_end
 
     def _stall(self, swapped: Sequence[int], turns: Floats, peak_end: float) -> float:
-        """How long compute waits for these copies back, one after another and none during the peak."""
+        """The seconds that compute waits for these copies back, one by one and none during the peak."""
         stall = 0.0
         free_from = out_free_from = 0.0
         out_end: dict[int, float] = {}

@@ -391,7 +391,7 @@ class Overlap:
         return int(lowest + over[-1] + 1) if len(over) else int(lowest)
 
     def wait_out(self) -> float:
-        """How long compute waits for copies to the host, each where its tensor's bytes are needed first."""
+        """The seconds that compute waits for copies to the host, each where its tensor's bytes are needed."""
         order = np.argsort(self.outs, kind="stable")
         seconds = self.table.seconds_out[self.numbers[order]]
         so_far = np.cumsum(seconds)
