@@ -11,10 +11,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.workloads import FULL_SIZE, SMALL
+from benchmarks.workloads import FULL_SIZE, SAMPLE, SMALL
 from benchmarks.workloads.registry import BATCH_SIZE
 
-SMALL_PREFIX = "small:"
+SMALL_PREFIX, SAMPLE_PREFIX = "small:", "sample:"
 PAPER = (
     *("bert_base_mlm_no_dropout", "gpt2_no_dropout", "vit_b16"),
     *("dlrm", "resnet101", "mobilenet_v3_large"),
@@ -48,12 +48,19 @@ def find_case(name: str, batch_size: int | None = None) -> Case:
         return Case(
             name, BATCH_SIZE, small.build, _scalar(small.loss), lambda seed: small.batch(seed, torch.float32)
         )
-    if name not in FULL_SIZE:
-        known = [*FULL_SIZE, *(SMALL_PREFIX + each for each in SMALL)]
+    full_size = FULL_SIZE | {SAMPLE_PREFIX + each: workload for each, workload in SAMPLE.items()}
+    if name not in full_size:
+        known = [*full_size, *(SMALL_PREFIX + each for each in SMALL)]
         raise typer.BadParameter(f"expected one of {', '.join(known)}; got {name}")
-    sized = FULL_SIZE[name]
+    sized = full_size[name]
     size = batch_size or sized.batch_sizes[0]
     return Case(name, size, sized.build, _scalar(sized.loss), lambda seed: sized.batch(seed, size))
+
+
+def workloads_named(names: str) -> list[str]:
+    """A list with commas, in which "sample" is all models that nothing was tuned for."""
+    sample = [SAMPLE_PREFIX + name for name in SAMPLE]
+    return [each for name in split(names) for each in (sample if name == "sample" else [name])]
 
 
 def split(names: str) -> list[str]:

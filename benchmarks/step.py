@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .cases import PAPER, find_case, split, to_device
+from .cases import PAPER, find_case, split, to_device, workloads_named
 from .environment import choose_device, describe
 from .processes import Together, guarded, isolated, mps_daemon, run_together
 from .records import Results
@@ -193,7 +193,7 @@ def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, builds_at
 
 def command(
     workloads: Annotated[
-        str, typer.Option(help="Names, with commas; small:NAME for the tiny ones.")
+        str, typer.Option(help="Names, with commas; small:NAME for tiny ones, sample for twelve.")
     ] = ",".join(PAPER),
     ways: Annotated[str, typer.Option(help="Ways to train, with commas.", show_default="all possible")] = "",
     widths: Annotated[str, typer.Option(help="Numbers of members, with commas.")] = "8",
@@ -220,7 +220,7 @@ def command(
             )
     jobs = [
         StepJob(workload, batch_size, int(width), way, place, blocks, block_seconds, arguments)
-        for workload in split(workloads)
+        for workload in workloads_named(workloads)
         for width in split(widths)
         for way in chosen
         for arguments in (json.loads(fleet) if way == "trainmux" else None,)

@@ -6,11 +6,13 @@ from .language import LSTMLanguageModel, LSTMTranslation, TransformerClassifier
 from .paper import FULL_SIZE, SizedWorkload
 from .recommend import DLRM, JointDLRM
 from .registry import SMALL, ClickBatch, TokenBatch, Workload
+from .sample import SAMPLE
 from .vision import BottleneckNet, InvertedResidualNet, PlainCNN, ResidualNet, SmallCNN
 
 __all__ = [
     "DLRM",
     "FULL_SIZE",
+    "SAMPLE",
     "SMALL",
     "BottleneckNet",
     "ClickBatch",

@@ -13,7 +13,7 @@ VOCAB_SIZE = 32
 MAX_LENGTH = 8
 
 
-def _model(name: str, config: str, **fields: Any) -> nn.Module:
+def of_transformers(name: str, config: str, **fields: Any) -> nn.Module:
     """Make a model of the ``transformers`` package, which is imported when first needed.
 
     Raises ``ImportError`` naming the extra where it is not installed.
@@ -47,7 +47,7 @@ def _encoder_dropout(dropout: float) -> dict[str, Any]:
 
 def _tiny_bert(name: str, *sizes: Any) -> nn.Module:
     words = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "pad_token_id": 0}
-    return _model(name, "BertConfig", **words, **_tiny(*sizes))
+    return of_transformers(name, "BertConfig", **words, **_tiny(*sizes))
 
 
 def tiny_bert_mlm(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) -> nn.Module:
@@ -63,7 +63,7 @@ def tiny_bert_nsp(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0
 def _gpt2(dropout: float, **sizes: Any) -> nn.Module:
     """``GPT2LMHeadModel`` without a key-value cache, which a training step never reads."""
     dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    return _model("GPT2LMHeadModel", "GPT2Config", use_cache=False, **dropouts, **sizes)
+    return of_transformers("GPT2LMHeadModel", "GPT2Config", use_cache=False, **dropouts, **sizes)
 
 
 def tiny_gpt2(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) -> nn.Module:
@@ -82,7 +82,7 @@ def tiny_gpt2(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) 
 def _vit(**sizes: Any) -> nn.Module:
     # Left open, the first forward pass would guess the kind of problem and write it into the configuration.
     problem = "single_label_classification"
-    return _model("ViTForImageClassification", "ViTConfig", problem_type=problem, **sizes)
+    return of_transformers("ViTForImageClassification", "ViTConfig", problem_type=problem, **sizes)
 
 
 def tiny_vit(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) -> nn.Module:
@@ -93,12 +93,12 @@ def tiny_vit(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) -
 
 def bert_base_mlm(dropout: float = 0.1) -> nn.Module:
     """``BertForMaskedLM`` of the size of BERT-base, 109.5M parameters."""
-    return _model("BertForMaskedLM", "BertConfig", **_encoder_dropout(dropout)).train()
+    return of_transformers("BertForMaskedLM", "BertConfig", **_encoder_dropout(dropout)).train()
 
 
 def bert_base_nsp(dropout: float = 0.1) -> nn.Module:
     """``BertForNextSentencePrediction`` of the size of BERT-base, 109.5M parameters."""
-    return _model("BertForNextSentencePrediction", "BertConfig", **_encoder_dropout(dropout)).train()
+    return of_transformers("BertForNextSentencePrediction", "BertConfig", **_encoder_dropout(dropout)).train()
 
 
 def gpt2(dropout: float = 0.1) -> nn.Module:

@@ -59,7 +59,7 @@ class SizedWorkload:
 # Models of torchvision.
 
 
-def _torchvision_models(name: str) -> Any:
+def torchvision_models(name: str) -> Any:
     """``torchvision.models``; raises ``ImportError`` naming the workload where it does not import."""
     try:
         return importlib.import_module("torchvision.models")
@@ -74,7 +74,7 @@ def _torchvision_models(name: str) -> Any:
 def _convolutional(name: str) -> nn.Module:
     """torchvision's model of this name, without pretrained weights, or ours where it does not import."""
     try:
-        models = _torchvision_models(name)
+        models = torchvision_models(name)
     except ImportError:
         return MobileNetV3Large() if name == "mobilenet_v3_large" else ResNet(RESNET_101)
     return cast(nn.Module, getattr(models, name)(weights=None))
@@ -83,7 +83,7 @@ def _convolutional(name: str) -> nn.Module:
 def _vision_transformer(name: str, hidden_size: int, num_layers: int, num_heads: int) -> nn.Module:
     """torchvision's ViT on 16×16 patches, or that of transformers where torchvision does not import."""
     try:
-        models = _torchvision_models(name)
+        models = torchvision_models(name)
     except ImportError:
         return vit(hidden_size, num_layers, num_heads)
     model = models.VisionTransformer(
@@ -100,7 +100,7 @@ def _vision_transformer(name: str, hidden_size: int, num_layers: int, num_heads:
 # Losses.
 
 
-def _classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     inputs, labels = batch
     output = model(inputs)
     # Models of transformers give a record, all others the logits themselves.
@@ -145,7 +145,7 @@ def _language(dropout: float, suffix: str, said: str) -> list[SizedWorkload]:
 
 def _image_model(name: str, sizes: tuple[int, int], note: str, **vit_sizes: int) -> SizedWorkload:
     build = seeded(_vision_transformer if vit_sizes else _convolutional, name=name, **vit_sizes)
-    return SizedWorkload(name, sizes, build, _classification_loss, image_batch, note)
+    return SizedWorkload(name, sizes, build, classification_loss, image_batch, note)
 
 
 _WORKLOADS = [
@@ -186,14 +186,14 @@ _WORKLOADS = [
         "without padding, no dropout.",
     ),
     SizedWorkload(
-        *("small_cnn", (64, 128), seeded(PlainCNN), _classification_loss),
+        *("small_cnn", (64, 128), seeded(PlainCNN), classification_loss),
         partial(image_batch, image_size=32, num_classes=10),
         f"{_NOT_IN_PAPER} four convolutions on 32×32 images, 0.1M parameters.",
     ),
     SizedWorkload(
         *("mlp", (128, 256)),
         seeded(mlp, in_features=784, hidden_features=256, out_features=10, num_hidden=2),
-        _classification_loss,
+        classification_loss,
         partial(vector_batch, num_features=784, num_classes=10),
         f"{_NOT_IN_PAPER} 784-256-256-10, 0.3M parameters.",
     ),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import FULL_SIZE, SMALL, SizedWorkload, Workload, huggingface, paper
+from benchmarks.workloads import FULL_SIZE, SAMPLE, SMALL, SizedWorkload, Workload, huggingface, paper, sample
 from benchmarks.workloads.deep_vision import ResNet
+from benchmarks.workloads.public import ARCHITECTURES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -146,6 +148,37 @@ def test_the_loss_of_a_large_model_takes_its_batch(name: str, no_torchvision: No
         loss.backward()
     assert loss.shape == ()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+SAMPLE_PARAMETERS = {
+    "bert_base": 109_514_298,
+    "distilbert": 66_985_530,
+    "lstm_language": 13_280_400,
+    "t5_small": 60_506_624,
+    "roberta_prelayernorm": 124_698_201,
+    "plbart": 139_220_736,
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLE_PARAMETERS))
+def test_models_of_the_sample_have_published_sizes_and_take_their_batches(name: str) -> None:
+    workload = SAMPLE[name]
+    with FakeTensorMode():
+        model = workload.build(0)
+        loss = workload.loss(model, workload.batch(0, 2))
+        loss.backward()
+    assert sum(parameter.numel() for parameter in model.parameters()) == SAMPLE_PARAMETERS[name]
+    assert model.training
+
+
+def test_four_models_of_the_sample_are_drawn_by_a_seed() -> None:
+    """Those left out in between have 632 million, 2.6 billion and 6 billion parameters."""
+    names = [architecture.name for architecture in ARCHITECTURES]
+    order = [name.split(":")[1] for name in random.Random(30).sample(names, len(names))]
+    drawn = [name for name in order if name not in ("ijepa", "gemma2", "gptj")][:4]
+    assert tuple(name.replace("-", "_") for name in drawn) == sample.DRAWN
+    assert set(sample.DRAWN) < SAMPLE.keys()
+    assert len(SAMPLE) == 12
 
 
 def test_a_torchvision_that_breaks_on_import_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
