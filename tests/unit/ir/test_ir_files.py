@@ -83,7 +83,7 @@ def refusal(path: Path, kind: type[Any] = Box) -> str:
     return str(caught.value)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_record_is_read_back_as_it_was(tmp_path: Path, data: st.DataObject) -> None:
     st.register_type_strategy(str, st.text(st.characters(), max_size=5))  # half surrogate pairs too
