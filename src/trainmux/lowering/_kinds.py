@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from trainmux.lowering._given_memory import same_strides
 from trainmux.lowering._inductor import is_fusable
+from trainmux.tracing import written_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -86,14 +87,7 @@ def num_bytes(value: Any) -> int:
 
 def changes(node: fx.Node) -> fx.Node | None:
     """The argument that a node writes to, if it does."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return None
-    for position, described in enumerate(node.target._schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            argument = node.args[position] if position < len(node.args) else node.kwargs[described.name]
-            assert isinstance(argument, fx.Node)
-            return argument
-    return None
+    return next(iter(written_arguments(node)), None)
 
 
 def _same_memory(node: fx.Node) -> bool:

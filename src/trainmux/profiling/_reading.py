@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import Conform, RegionCall
 from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Location, Work, locations_of
-from trainmux.tracing import FakeTensorMode, graph_constant
+from trainmux.tracing import FakeTensorMode, graph_constant, written_arguments
 
 _ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.UPDATE: 2}
 
@@ -218,8 +218,9 @@ class _Reader:
         if node.op == "call_module":
             return _Outcome(*_located(value, known))
         value = _as_it_runs(called, args, value)
-        changed = (known[tensor.untyped_storage()._cdata] for tensor in _written(called, args, kwargs))
-        return _Outcome(*_located(value, known), tuple(dict.fromkeys(changed)), work_of(called, args, value))
+        written = fx.map_arg(written_arguments(node), self._values.__getitem__)
+        changed = dict.fromkeys(storages[at.tensor] for at in locations_of(written))
+        return _Outcome(*_located(value, known), tuple(changed), work_of(called, args, value))
 
     def _phase_of_inputs(self, node: fx.Node) -> Phase:
         """The latest phase of what a node reads, for one that was given none."""
@@ -268,18 +269,6 @@ def _as_it_runs(target: Any, args: Sequence[Any], value: Any) -> Any:
         return value
     strides = torch.empty_strided(given.shape, given.stride(), device="meta").view(value.shape).stride()
     return given.as_strided(value.shape, strides, value.storage_offset())
-
-
-def _written(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    if not isinstance(target, OpOverload):
-        return []
-    found = []
-    for position, described in enumerate(target._schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(described.name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}

@@ -28,6 +28,7 @@ from trainmux.tracing._passes import (
     move_to,
     output_nodes,
     split_joint,
+    written_arguments,
 )
 from trainmux.tracing._reach import Identity, Place, Reach, memory_span, same_items, tensor_digest
 from trainmux.tracing._source import (

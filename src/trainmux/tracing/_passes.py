@@ -181,6 +181,15 @@ def arguments_by_name(node: Any) -> dict[str, Any]:
     return {**{argument.name: argument.default_value for argument in described}, **dict(given), **node.kwargs}
 
 
+def written_arguments(node: fx.Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    described = node.target._schema.arguments
+    names = [each.name for each in described if each.alias_info is not None and each.alias_info.is_write]
+    return [arguments_by_name(node)[name] for name in names]
+
+
 def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
     """Write positional arguments out, so that fusion rules find each of them by its place."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
