@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fleet_cases import train_alone
 from sklearn.model_selection import GroupKFold, RepeatedKFold, StratifiedKFold
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -49,10 +50,8 @@ def alone(fold: tm.FoldResult, epochs: int, lr: float = 0.05) -> nn.Module:
         torch.manual_seed(fold.seed)
         member = make(lr=lr)
     order = tm.IndexBatches(DATA, [fold.train_rows], seeds=fold.seed)
-    for rows in (rows for epoch in range(epochs) for rows in order.order(0, epoch).split(SIZE)):
-        member.optimizer.zero_grad()
-        cross_entropy(member.model, DATA[rows]).backward()
-        member.optimizer.step()
+    rows = (rows for epoch in range(epochs) for rows in order.order(0, epoch).split(SIZE))
+    train_alone(member, [DATA[each] for each in rows], cross_entropy)
     return member.model.eval()
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from fleet_cases import Made, mse
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -17,10 +18,6 @@ import trainmux as tm
 FLOAT = torch.float64
 INPUTS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=FLOAT)
 TARGETS = INPUTS.sum(1, keepdim=True)
-
-
-def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
 
 
 def net(dropout: float = 0.5) -> nn.Module:
@@ -50,18 +47,9 @@ def close(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-class Made(nn.Module):
+def made(code: Callable[[Any, Tensor], Any], **attributes: Any) -> nn.Module:
     """A linear layer around which a function computes."""
-
-    def __init__(self, code: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2, dtype=FLOAT)
-        self.code = code
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.code(self, x)
+    return Made(code, layer=nn.Linear(3, 2, dtype=FLOAT), **attributes)
 
 
 # ---- seeds -------------------------------------------------------------------------------------------------
@@ -151,20 +139,20 @@ def test_outputs_of_any_structure() -> None:
     def code(self: Any, x: Tensor) -> Pair:
         return Pair(self.layer(x), {"hidden": [x * 2], "label": "text", "none": None})
 
-    model = tm.ensemble([Made(code), Made(code)])
+    model = tm.ensemble([made(code), made(code)])
     found = model(INPUTS)
     assert isinstance(found, Pair)
     assert found.first.shape == (6, 2)
     assert found.rest["label"] == "text"
     assert found.rest["none"] is None
     assert close(found.rest["hidden"][0], INPUTS * 2)
-    chosen = tm.ensemble([Made(code), Made(code)], output=lambda found: found.first.softmax(-1))
+    chosen = tm.ensemble([made(code), made(code)], output=lambda found: found.first.softmax(-1))
     assert close(chosen(INPUTS).sum(-1), torch.ones(6, dtype=FLOAT))
 
 
 def test_different_models_are_averaged_too() -> None:
     """In the order given; those that are alike go together, and a number of their code makes them differ."""
-    slope = [Made(lambda self, x: self.layer(x) * self.slope, slope=value) for value in (1.0, 2.0)]
+    slope = [made(lambda self, x: self.layer(x) * self.slope, slope=value) for value in (1.0, 2.0)]
     wide = [nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).to(FLOAT) for _ in range(2)]
     models = [wide[0], slope[0], wide[1], slope[1]]
     model = tm.ensemble(models)
@@ -200,7 +188,7 @@ def test_what_vmap_refuses_is_computed_one_by_one() -> None:
         found = self.layer(x)
         return -found if found.sum().item() > 0 else found
 
-    models = [Made(branching) for _ in range(3)]
+    models = [made(branching) for _ in range(3)]
     model = tm.ensemble(models)
     with pytest.warns(tm.TrainmuxWarning, match="Made: members of the ensemble are computed one after"):
         found = model.outputs(INPUTS)
@@ -237,12 +225,12 @@ def test_a_wrong_input_is_told_as_a_model_tells_it() -> None:
         (lambda: tm.ensemble([]), tm.MemberError, "at least one member for an ensemble, got none"),
         (lambda: tm.ensemble(["a"]), tm.MemberError, "trials or folds, got str"),
         (
-            lambda: tm.ensemble([Made(lambda self, x: self.layer(x).argmax(-1))])(INPUTS),
+            lambda: tm.ensemble([made(lambda self, x: self.layer(x).argmax(-1))])(INPUTS),
             tm.ConfigError,
             "output: expected numbers with a mean, got torch.int64",
         ),
         (
-            lambda: tm.ensemble([Made(lambda self, x: "text")])(INPUTS),
+            lambda: tm.ensemble([made(lambda self, x: "text")])(INPUTS),
             tm.ConfigError,
             "expected a member to return tensors, got str",
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fleet_cases import mse, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -25,10 +26,6 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
 
 LOADER = [data(seed) for seed in range(4)]
 VALIDATION = [data(9)]
-
-
-def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
 
 
 def member(number: int, rate: float) -> tm.Member:
@@ -57,12 +54,9 @@ def test_the_worst_go_on_from_the_best() -> None:
     assert [one.optimizer.param_groups[0]["lr"] for one in members[:3]] == list(rates[:3])
 
     by_hand = member(0, 0.05)
-    for step, batch in enumerate(LOADER * 3):
-        if step == 2 * len(LOADER):
-            by_hand.optimizer.param_groups[0]["lr"] = exploit.settings["lr"]
-        by_hand.optimizer.zero_grad()
-        mse(by_hand.model, batch).backward()
-        by_hand.optimizer.step()
+    train_alone(by_hand, LOADER * 2)
+    by_hand.optimizer.param_groups[0]["lr"] = exploit.settings["lr"]
+    train_alone(by_hand, LOADER)
     for ours, theirs in zip(members[3].model.parameters(), by_hand.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

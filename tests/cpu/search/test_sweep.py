@@ -6,13 +6,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fleet_cases import mse, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -32,10 +33,6 @@ LOADER = [data(seed, 8) for seed in range(3)]
 VALIDATION = [data(9, 8)]
 
 
-def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def net(seed: int, hidden: int = 4, dropout: float = 0.25) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -50,15 +47,11 @@ def make(number: int, dropout: float = 0.0, hidden: int = 4, **options: Any) -> 
     return tm.Candidate(member, {"lr": rate}, **options)
 
 
-def alone(number: int, epochs: int, hidden: int = 4) -> nn.Module:
+def alone(number: int, batches: Sequence[Any], hidden: int = 4) -> nn.Module:
     """The same member in plain torch, without dropout."""
-    model = net(number, hidden, 0.0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (number + 1))
-    for batch in LOADER * epochs:
-        optimizer.zero_grad()
-        mse(model, batch).backward()
-        optimizer.step()
-    return model
+    member = make(number, hidden=hidden).member
+    train_alone(member, batches)
+    return member.model
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -112,7 +105,7 @@ def test_every_trial_trains_as_it_would_by_itself() -> None:
     results = run([make(i, epochs=count) for i, count in enumerate(epochs)])
     assert states(results) == ["complete"] * 7
     for number, (trial, count) in enumerate(zip(results, epochs, strict=True)):
-        expected = alone(number, count)
+        expected = alone(number, LOADER * count)
         torch.testing.assert_close(weights(trial.member.model), weights(expected), rtol=1e-10, atol=1e-12)
         assert [record.epoch for record in trial.records] == list(range(1, count + 1))
         assert trial.records[-1].step == count * len(LOADER)
@@ -165,15 +158,9 @@ def test_early_stopping_frees_a_slot() -> None:
 def test_trials_may_have_batches_of_their_own() -> None:
     own = [data(20, 8), data(21, 8)]
     results = run([make(0), make(1, loader=own), make(2, loader=own)], slots=2, max_epochs=1)
-    model = net(1, 4, 0.0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for batch in (own[0], own[1], own[0]):
-        optimizer.zero_grad()
-        mse(model, batch).backward()
-        optimizer.step()
-    torch.testing.assert_close(weights(results[1].member.model), weights(model), rtol=1e-10, atol=1e-12)
-    expected = weights(alone(0, 1))
-    torch.testing.assert_close(weights(results[0].member.model), expected, rtol=1e-10, atol=1e-12)
+    for number, batches in ((0, LOADER), (1, [*own, own[0]])):
+        expected = weights(alone(number, batches))
+        torch.testing.assert_close(weights(results[number].member.model), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_epochs_by_steps_and_loaders_of_their_own_alone() -> None:
@@ -192,7 +179,7 @@ def test_structures_share_a_bounded_number_of_groups() -> None:
     assert states(results) == ["complete"] * 8
     assert max(num_groups) == 2
     for number, trial in enumerate(results):
-        expected = weights(alone(number, 1, 3 + number % 4))
+        expected = weights(alone(number, LOADER, 3 + number % 4))
         torch.testing.assert_close(weights(trial.member.model), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -243,7 +230,7 @@ def test_trials_fail_alone() -> None:
     for trial, reason in zip(results[1:4], reasons, strict=True):
         assert reason in (trial.error or "")
     for number, trial in ((0, results[0]), (1, results[4]), (2, results[5])):
-        expected = weights(alone(number, 2))
+        expected = weights(alone(number, LOADER * 2))
         torch.testing.assert_close(weights(trial.member.model), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -284,7 +271,7 @@ def test_a_budget_says_how_many_slots_there_are() -> None:
     results = run(members, slots=None, budget=budget, callbacks=[note])
     assert max(num_running) == 3
     assert states(results) == ["complete"] * 7
-    expected = weights(alone(6, 2, 512))
+    expected = weights(alone(6, LOADER * 2, 512))
     torch.testing.assert_close(weights(results[6].member.model), expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(tm.BudgetError) as refused:
         run([make(0)], slots=None, budget=100)

@@ -1,7 +1,6 @@
 """Training in a fleet, under a plan and as a co-located job, compared with plain torch on any device.
 
-The tests of ``tests/cpu/fleet`` and ``tests/gpu`` share the members, the eager loop, the comparisons and all
-tolerances of this file.
+Tests on the CPU and on a GPU share the members, the eager loop, the comparisons and all tolerances.
 """
 
 from __future__ import annotations
