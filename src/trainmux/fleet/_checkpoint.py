@@ -187,9 +187,10 @@ class SavedFleet(_Saved):
     def has_other_constants(self, groups: Sequence[Group]) -> bool:
         """Whether a constant that members share has other values here: a plan has it in its own place."""
         return any(
-            _differ(group.state.shared[name].cpu(), *versions.values())
+            not group.has_constant(name, value)
             for group in groups
             for name, versions in self._versions(group)
+            for value in versions.values()
         )
 
     def load(self, groups: Sequence[Group]) -> int:
@@ -231,7 +232,7 @@ class SavedMember(_Saved):
         for name, value in group.state.shared.items():
             if name not in saved_base:
                 self._check_tensor(slot, name, _key(group, self._record, name), value)
-        others = [name for name in self._other_constants(group) if name in base]
+        others = [name for name in self.other_constants(group) if name in base]
         sums = slot.watch.checksums(saved_base)
         others += [name for name, expected in saved_base.items() if sums.get(name) != expected]
         if others:
@@ -241,23 +242,17 @@ class SavedMember(_Saved):
                 "load it into a member over the base that it was saved with",
             )
 
-    def _other_constants(self, group: Group) -> list[str]:
-        """Names of shared tensors of which the file has other values."""
+    def other_constants(self, group: Group) -> list[str]:
+        """Names of constants that members share, of which the file has other values."""
         saved = {name: self._tensors.get(_key(group, self._record, name)) for name in group.state.shared}
         return [
-            name
-            for name, value in saved.items()
-            if value is not None and _differ(group.state.shared[name].cpu(), value)
+            name for name, value in saved.items() if value is not None and not group.has_constant(name, value)
         ]
-
-    def has_other_constants(self, group: Group) -> bool:
-        """Whether a constant that members share has other values here."""
-        return bool(self._other_constants(group))
 
     def load(self, group: Group, row: int) -> None:
         """Take over what was saved and checked; gradients of a whole update come first."""
         with torch.no_grad():
-            group.unshare(self._other_constants(group))
+            group.unshare(self.other_constants(group))
             for total in group.state.totals.values():
                 total[row].zero_()
             self._load_member(group, row, group.slot(row), self._record)

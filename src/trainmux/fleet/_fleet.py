@@ -699,7 +699,7 @@ class Fleet:
         self._plans.runner.finish()
         group, row = self._find(name)
         saved.check(group, row, self._config)
-        if self._plans.is_active and saved.has_other_constants(group):
+        if self._plans.is_active and saved.other_constants(group):
             self._leave_plan()
             group, row = self._find(name)
         saved.load(group, row)

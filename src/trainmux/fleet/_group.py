@@ -199,6 +199,10 @@ class Group:
             if name not in base and not same_values(self._on_host(name), found[name].cpu().to(value.dtype))
         ]
 
+    def has_constant(self, name: str, value: Tensor) -> bool:
+        """Whether the members have this value of a tensor in common; keeps no copy, which may be large."""
+        return name in self.state.shared and same_values(self.state.shared[name].cpu(), value.cpu())
+
     def _on_host(self, name: str) -> Tensor:
         """Return a shared tensor's values on the host, read from the device once for as long as they stay."""
         value = self.state.shared[name]

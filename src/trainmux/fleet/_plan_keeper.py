@@ -6,9 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from trainmux.engine import release_cached
 from trainmux.errors import PlanError, warn_user
 from trainmux.fleet._config import FleetConfig
@@ -217,16 +214,11 @@ def _joined(groups: Sequence[Group]) -> Group:
     common = [
         name
         for name in first
-        if name in base or all(_has_constant(group, name, first[name]) for group in groups[1:])
+        if name in base or all(group.has_constant(name, first[name]) for group in groups[1:])
     ]
     for group in groups:
         group.unshare([name for name in group.state.shared if name not in common])
     return groups[0].gathered([(group, row) for group in groups for row, _ in group.members])
-
-
-def _has_constant(group: Group, name: str, value: Tensor) -> bool:
-    shared = group.state.shared
-    return name in shared and torch.equal(value.cpu(), shared[name].cpu())
 
 
 def rejoined(groups: Sequence[Group]) -> list[Group]:
