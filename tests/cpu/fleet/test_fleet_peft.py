@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import TOLERANCE
+from fleet_cases import TOLERANCE, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -87,15 +87,11 @@ def copies_of(tensor: Tensor) -> set[int]:
     return {item.untyped_storage().data_ptr() for item in tensors if item.shape == tensor.shape}
 
 
-def train_alone(members: list[tm.Member], given: Sequence[Tensor]) -> list[Tensor]:
-    losses = []
-    for tokens in given:
-        losses.append(torch.stack([next_token(member.model, tokens) for member in members]).detach())
-        for member in members:
-            member.optimizer.zero_grad()
-            next_token(member.model, tokens).backward()
-            member.optimizer.step()
-    return losses
+def assert_trains_as_alone(fleet: tm.Fleet, plain: list[tm.Member], rtol: float = TOLERANCE) -> None:
+    """The losses of three steps are those of the same members in plain torch."""
+    losses = torch.stack([fleet.step(tokens) for tokens in batches(3)], 1)
+    alone = [train_alone(member, batches(3), next_token) for member in plain]
+    torch.testing.assert_close(losses, torch.tensor(alone, dtype=losses.dtype), rtol=rtol, atol=0)
 
 
 def assert_same_adapters(got: nn.Module, expected: nn.Module) -> None:
@@ -110,16 +106,13 @@ def test_lora_of_other_ranks_and_targets_on_one_base(tmp_path: Path) -> None:
     base = gpt()
     embedding = base.get_parameter("transformer.wte.weight")
     configs = [lora(2), lora(5), lora(3, target_modules=["c_fc"]), lora(3, use_rslora=True, lora_alpha=3)]
-    members = adapters(base, configs)
+    members, plain = adapters(base, configs), adapters(gpt(), configs)
     before = copies_of(embedding)
     fleet = tm.Fleet(members, next_token, batches(1)[0])
     groups = [group.members for group in fleet.summary()]
     assert groups == [("m0", "m1", "m3"), ("m2",)]  # ranks and scales share a group, other targets do not
-    losses = [fleet.step(tokens) for tokens in batches(3)]
+    assert_trains_as_alone(fleet, plain)
     assert copies_of(embedding) == before
-    plain = adapters(gpt(), configs)
-    for got, expected in zip(losses, train_alone(plain, batches(3)), strict=True):
-        torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=0)
     fleet.sync()
     for member, alone in zip(fleet.members, plain, strict=True):
         assert_same_adapters(member.model, alone.model)
@@ -150,9 +143,7 @@ def test_adapters_of_one_kind_share_a_group_and_train_as_alone(kind: str) -> Non
     configs = SAME_GROUP[kind]
     fleet = tm.Fleet(adapters(gpt(), configs), next_token, batches(1)[0])
     assert len(fleet.summary()) == 1
-    losses = [fleet.step(tokens) for tokens in batches(3)]
-    for got, expected in zip(losses, train_alone(adapters(gpt(), configs), batches(3)), strict=True):
-        torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=0)
+    assert_trains_as_alone(fleet, adapters(gpt(), configs))
 
 
 def test_adapters_in_single_precision_on_a_base_of_half(tmp_path: Path) -> None:
@@ -160,10 +151,7 @@ def test_adapters_in_single_precision_on_a_base_of_half(tmp_path: Path) -> None:
     base = gpt(torch.bfloat16)
     values = copy.deepcopy(base.state_dict())
     fleet = tm.Fleet(adapters(base, [lora(2), lora(4)]), next_token, batches(1)[0])
-    losses = [fleet.step(tokens) for tokens in batches(3)]
-    plain = adapters(gpt(torch.bfloat16), [lora(2), lora(4)])
-    for got, expected in zip(losses, train_alone(plain, batches(3)), strict=True):
-        torch.testing.assert_close(got, expected, rtol=2e-2, atol=0)
+    assert_trains_as_alone(fleet, adapters(gpt(torch.bfloat16), [lora(2), lora(4)]), rtol=2e-2)
     fleet.save_member("m0", tmp_path)
     fleet.sync()
     for member in fleet.members:
