@@ -19,7 +19,12 @@ pytestmark = pytest.mark.usefixtures("built_once")
 
 
 @pytest.mark.parametrize(
-    ("name", "lowering"), [("cnn_with_dropout", "aten"), ("dlrm", "inductor"), ("mlp", "inductor")]
+    ("name", "lowering"),
+    [
+        ("cnn_with_dropout", "aten"),
+        ("mlp", "inductor"),
+        pytest.param("dlrm", "inductor", marks=pytest.mark.extensive),
+    ],
 )
 def test_a_program_in_its_own_order_is_proved(name: str, lowering: str) -> None:
     program, arguments = program_of(name, lowering)
