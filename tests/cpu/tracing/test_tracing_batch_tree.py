@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from odd_containers import Doubling, Two, closed
 
 from trainmux.errors import BatchError
 from trainmux.tracing import check_batch, flatten_batch
@@ -62,31 +63,6 @@ class Named(dict[str, Any]):
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
 
 
-class Doubling(dict[str, Any]):
-    """Hands out twice what is stored."""
-
-    def __getitem__(self, key: str) -> Any:
-        return 2 * super().__getitem__(key)
-
-
-class Output(OrderedDict[str, Any]):
-    """Like a model's output in transformers: its entries are attributes, and it is not to be updated."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError
-
-
-class Two(tuple[Any, ...]):
-    """Made of two things, not of one sequence."""
-
-    def __new__(cls, first: Any, second: Any) -> Two:
-        return super().__new__(cls, (first, second))
-
-
 class Titled(list[Any]):
     def __init__(self, title: str, items: Any = ()) -> None:
         super().__init__(items)
@@ -94,8 +70,7 @@ class Titled(list[Any]):
 
 
 A, B = torch.arange(3.0), torch.arange(3.0) + 10
-OUTPUT = Output()
-OUTPUT["x"], OUTPUT["y"] = A, B
+OUTPUT = closed(x=A, y=B)
 CASES: dict[str, tuple[Any, list[str]]] = {
     "tensor": (A, ["batch"]),
     "list": ([A, B], ["batch[0]", "batch[1]"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from odd_containers import Doubling, Two, closed
 from torch import Tensor, nn
 from tracing_tools import assert_equals_torch, doubles, forward, joint, square_loss
 
@@ -129,37 +130,6 @@ def test_a_model_may_hold_masked_arrays(constant: Any) -> None:
     assert_equals_torch(model, square_loss, torch.ones(3, 2), 1e-6)
 
 
-class Closed(OrderedDict[str, Any]):
-    """Attributes and entries are the same, and nobody may update it: as transformers' outputs."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("not to be changed")
-
-    update = pop = clear = __delitem__ = _refuse  # type: ignore[assignment]
-
-
-class Doubling(dict[str, Any]):
-    """Hands out twice what is stored."""
-
-    def __getitem__(self, key: str) -> Any:
-        return 2 * super().__getitem__(key)
-
-    def values(self) -> Any:
-        return [self[key] for key in self]
-
-
-class Two(tuple[Any, ...]):
-    def __new__(cls, first: Any, second: Any) -> Two:
-        return super().__new__(cls, (first, second))
-
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for copies
-        return tuple(self)
-
-
 class Guarded(deque[Any]):
     def __reduce__(self) -> Any:  # for copies
         return type(self), (list(self),)
@@ -168,16 +138,10 @@ class Guarded(deque[Any]):
         raise TypeError("not to be changed")
 
 
-def closed(weight: Tensor) -> Closed:
-    found = Closed()
-    found["w"] = weight
-    return found
-
-
 @pytest.mark.parametrize(
     ("make", "read"),
     [
-        (closed, lambda held: held["w"] + held.w),
+        (lambda w: closed(w=w), lambda held: held["w"] + held.w),
         (lambda w: Doubling(w=w), lambda held: held["w"] + next(iter(held.values()))),
         (lambda w: Two(w, 3.0), lambda held: held[0] * held[1]),
         (lambda w: Guarded([w]), lambda held: held[0] * 3.0),
