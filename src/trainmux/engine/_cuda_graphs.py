@@ -114,6 +114,7 @@ class CudaGraphEngine:
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
         """Drop the graphs of programs that will not run again."""
+        self._by_node.forget(programs)
         for program in programs:
             self._retire(program)
         if len(self._retired) > _MAX_RETIRED:

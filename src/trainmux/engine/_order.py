@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, fx
 
+from trainmux.engine._views import drop_idle_views, views_of
 from trainmux.ir import Phase
 from trainmux.lowering import RegionCall, changed_argument, may_share_memory
 from trainmux.tracing import graph_module
@@ -72,47 +74,84 @@ class Halves:
 
     Updates, buffers and counters all follow the backward pass. A step can fail in its first half and
     leave everything as it was, and several groups can compute before any of them changes.
+
+    ``lasting`` are positions of arguments that are the same tensors run after run: views of them are made
+    once, and kept until `forget`.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        nodes, cut = list(module.graph.nodes), _first_change(module)
-        first, second = nodes[:cut], nodes[cut:]
-        behind = set(second)
-        arguments = [node for node in first if node.op == "placeholder"]
-        carried = [node for node in first if node.op != "placeholder" and not behind.isdisjoint(node.users)]
-
+    def __init__(self, module: fx.GraphModule, lasting: Collection[int] = ()) -> None:
         graph = fx.Graph()
-        new: dict[fx.Node, fx.Node] = {}
-        for node in first:
-            new[node] = graph.node_copy(node, new.__getitem__)
-        graph.output(tuple(new[node] for node in carried))
-        self._compute = graph_module(module, graph)
-
-        graph = fx.Graph()
-        new = {node: graph.node_copy(node) for node in arguments}
-        new |= {node: graph.placeholder(f"carried_{place}") for place, node in enumerate(carried)}
-        for node in second:
-            new[node] = graph.node_copy(node, new.__getitem__)
-        self._apply = graph_module(module, graph)
+        graph.output(graph.graph_copy(module.graph, {}))
+        drop_idle_views(graph)
+        arguments = graph.find_nodes(op="placeholder")
+        views = views_of(graph, [arguments[position] for position in lasting])
+        others = [node for node in graph.nodes if node.op != "placeholder" and node not in set(views)]
+        cut = others.index(_first_change(module, graph))
+        first, second = others[:cut], others[cut:]
+        kept = _read_by(others, views)
+        carried = _read_by(second, first)
+        self._viewed = [
+            position for position in sorted(lasting) if not set(views).isdisjoint(arguments[position].users)
+        ]
+        self._view = _part(module, [arguments[position] for position in self._viewed], views, kept)
+        self._compute = _part(module, [*arguments, *kept], first, carried)
+        self._apply = _part(module, [*arguments, *kept, *carried], second)
+        self._known: tuple[tuple[Tensor, ...], Sequence[Tensor]] = (), ()
 
     def begin(self, arguments: Sequence[Tensor]) -> Apply:
         """Run up to the first change of an argument."""
-        carried = self._compute.forward(*arguments)
+        given = [*arguments, *self._views_of(arguments)]
+        carried = self._compute.forward(*given)
 
         def apply() -> list[Tensor]:
-            results: list[Tensor] = self._apply.forward(*arguments, *carried)
+            results: list[Tensor] = self._apply.forward(*given, *carried)
             return results
 
         return apply
 
+    def forget(self) -> None:
+        """Let go of the memory of arguments."""
+        self._known = (), ()
 
-def _first_change(module: fx.GraphModule) -> int:
-    """The place of the first node that writes to an argument or a constant, or of the output."""
-    memory = memory_of(module.graph)
-    for place, node in enumerate(module.graph.nodes):
+    def _views_of(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        viewed = tuple(arguments[position] for position in self._viewed)
+        known, views = self._known
+        if len(known) != len(viewed) or not all(map(operator.is_, known, viewed)):
+            views = self._view.forward(*viewed)
+            self._known = viewed, views
+        return views
+
+
+def _read_by(readers: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of ``nodes`` that any of the readers reads."""
+    found = set(readers)
+    return [node for node in nodes if not found.isdisjoint(node.users)]
+
+
+def _part(
+    module: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    results: Sequence[fx.Node] | None = None,
+) -> fx.GraphModule:
+    """A module of some nodes of a graph; they end with its output, where no ``results`` are named."""
+    graph = fx.Graph()
+    new = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    if results is not None:
+        graph.output(tuple(new[node] for node in results))
+    return graph_module(module, graph)
+
+
+def _first_change(module: fx.GraphModule, graph: fx.Graph) -> fx.Node:
+    """The first node that writes to an argument or a constant, or else the output."""
+    memory = memory_of(graph)
+    nodes: list[fx.Node] = list(graph.nodes)
+    for node in nodes:
         if any(memory[changed].op in ("placeholder", "get_attr") for changed in _changed(module, node)):
-            return place
-    return len(memory) - 1
+            return node
+    return nodes[-1]
 
 
 def _changed(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:

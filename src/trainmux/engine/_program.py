@@ -138,10 +138,17 @@ class StepProgram(_Arguments):
         # Not a cached property: Python 3.11 has one lock for those, and cutting waits for the process's lock.
         halves: Any = self.__dict__.get("_halves")
         if halves is None:
-            halves = Halves(self.module) if isinstance(self.module, fx.GraphModule) else self.module
+            lasting = set(range(len(arguments))).difference(self.fed_positions)
+            halves = Halves(self.module, lasting) if isinstance(self.module, fx.GraphModule) else self.module
             self.__dict__["_halves"] = halves
         begun: Apply = halves.begin(arguments)
         return begun
+
+    def forget(self) -> None:
+        """Let go of the arguments of the last run."""
+        halves = self.__dict__.get("_halves")
+        if isinstance(halves, Halves):
+            halves.forget()
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,9 @@ class ForwardProgram(_Arguments):
         """Run all of it: nothing that lasts changes."""
         results: list[Tensor] = self.module(*arguments)
         return lambda: results
+
+    def forget(self) -> None:
+        """Return at once: nothing is kept between runs."""
 
 
 def build_forward(fused: FusedGraph) -> ForwardProgram:

@@ -49,4 +49,6 @@ class ReferenceEngine:
         return end
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
-        """Nothing is kept between runs."""
+        """Let go of the arguments of these programs."""
+        for program in programs:
+            program.forget()
