@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 import torch
 from torch import Tensor, fx
 
+from trainmux.engine._methods import call_by_methods
 from trainmux.engine._views import drop_idle_views, views_of
 from trainmux.ir import Phase
 from trainmux.lowering import RegionCall, changed_argument, may_share_memory
@@ -141,7 +142,8 @@ def _part(
         new[node] = graph.node_copy(node, new.__getitem__)
     if results is not None:
         graph.output(tuple(new[node] for node in results))
-    return graph_module(module, graph)
+    call_by_methods(graph)
+    return graph_module(module, graph, lazily=False)
 
 
 def _first_change(module: fx.GraphModule, graph: fx.Graph) -> fx.Node:

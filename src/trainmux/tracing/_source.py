@@ -75,7 +75,7 @@ def failure_text(error: BaseException) -> str:
         return first_line(error)
     location = node_location(node)
     where = f" at {location}" if location else ""
-    return f"{node.target}{where}: {first_line(error)}"
+    return f"{node.meta.get('operator', node.target)}{where}: {first_line(error)}"
 
 
 def refusal(what: str, reason: str, location: str | None, op: object = None) -> TraceError:

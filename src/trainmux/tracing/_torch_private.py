@@ -206,9 +206,13 @@ def replaced(owner: Any, **own: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
-    with process_lock, _use_lazy_graph_module(True):
+def graph_module(root: torch.nn.Module, graph: fx.Graph, *, lazily: bool = True) -> fx.GraphModule:
+    """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called.
+
+    Torch drops the traceback of an error in that first call where no Python lies between the module's code
+    and the kernel. A module that is not made ``lazily`` is written now; its ``forward`` has no such call.
+    """
+    with process_lock, _use_lazy_graph_module(lazily):
         return _make_graph_module(root, graph)
 
 
