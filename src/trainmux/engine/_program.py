@@ -234,8 +234,9 @@ def build_step(
     """Split the fused joint graph, append the tail, and write all of it as one graph.
 
     ``reuses_gradients`` lets the update overwrite gradients: a pass over memory less where operators run
-    one by one, one more inside a compiled region. ``updates_rows``: gradients of embedding tables are never
-    written as a whole; what is added up for one row comes in no fixed order.
+    one by one, one more inside a compiled region; on a CPU it decides how they are masked as well.
+    ``updates_rows``: gradients of embedding tables are never written as a whole; what is added up for one row
+    comes in no fixed order.
     """
     split = split_joint(fused.module, fused.inputs, fused.outputs)
     graph = fx.Graph()
@@ -450,7 +451,8 @@ def _append_tail(
     nodes, spec = pytree.tree_flatten(roles)
     forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
     fresh = [reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
-    tail = make_tail(settings, fresh, elementwise)
+    by_bits = reuses_gradients or loss.meta["val"].device.type != "cpu"
+    tail = make_tail(settings, fresh, elementwise, by_bits=by_bits)
 
     def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))
