@@ -213,7 +213,7 @@ KINDS: list[Callable[[], nn.Module]] = [
     lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)),
     lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2)),
     lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)),
-    *(functools.partial(nn.BatchNorm1d, 3, momentum=momentum) for momentum in (0.1, 0.2)),
+    *(functools.partial(nn.BatchNorm1d, 3, momentum=momentum) for momentum in (0.1, None)),
     *(functools.partial(pair_of_layers, how) for how in ("apart", "tied", "twice")),
     functools.partial(hooked, 2.0),
     *(functools.partial(Picks, position) for position in (0, 1)),
