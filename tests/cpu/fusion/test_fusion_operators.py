@@ -337,6 +337,7 @@ POINTWISE = [
     Sample(aten.softplus_backward.default, lambda v: (*grad_and_input(v), 1.0, 20.0)),
     Sample(aten.hardtanh_backward.default, lambda v: (*grad_and_input(v), -0.5, 0.5)),
     Sample(aten.log_sigmoid_backward.default, lambda v: (*grad_and_input(v), v.positive(2, 3))),
+    Sample(aten._prelu_kernel.default, lambda v: (v.normal(5, 4), v.normal(1, 4))),
     *[Sample(aten.mul.Tensor, make, name) for name, make in PROMOTIONS.items()],
     *[Sample(op, equal_in_bf16, MIXED) for op in (aten.eq.Tensor, aten.lt.Tensor)],
     *[Sample(op, PROMOTIONS[MIXED], MIXED) for op in (aten.div.Tensor, aten.maximum.default)],

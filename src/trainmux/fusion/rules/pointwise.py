@@ -97,8 +97,8 @@ def masked_fill(
     return Stacked(filled.expand(context.width, *context.value.shape))
 
 
-@rule(aten.log_sigmoid_backward.default, how="one call")
-def log_sigmoid_backward(context: Context, op: OpOverload, *args: Stacked | Tensor) -> Stacked:
+@rule(aten.log_sigmoid_backward.default, aten._prelu_kernel.default, how="one call")
+def sized_by_the_first(context: Context, op: OpOverload, *args: Stacked | Tensor) -> Stacked:
     """The kernel sizes its result by its first argument alone, and warns when that was too small."""
     return Stacked(op(*[context.stack(value) for value in args]))
 
