@@ -1,4 +1,4 @@
-"""Every private API of torch's Inductor that lowering needs, in one place (torch 2.11 to 2.13).
+"""Every private API of torch's Inductor that lowering needs, in one place (torch 2.11 to 2.15).
 
 Nothing else in the package imports these names; ``tests/cpu/lowering/test_inductor.py`` and
 ``test_variants.py`` hold each of them to what we rely on.
@@ -143,8 +143,6 @@ def surroundings() -> str:
     """All that decides the code of a region besides the region: versions, the device, this package's source,
     torch's switches and Inductor's configuration as they are now.
     """
-    from torch._inductor import config
-
     facts: list[object] = [
         sys.version,
         platform.machine(),
@@ -159,12 +157,30 @@ def surroundings() -> str:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
         torch.get_float32_matmul_precision(),
-        sorted(config.save_config_portable(ignore_private_configs=False).items()),
+        sorted(_configuration().items()),
         sorted((name, value) for name, value in os.environ.items() if name in _DECISIVE_VARIABLES),
     ]
     if torch.cuda.is_available():
         facts += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
     return repr(facts)
+
+
+def _configuration() -> dict[str, Any]:
+    """Inductor's configuration as its own cache sees it.
+
+    From torch 2.15 on, torch's function imports the whole compiler to name the class that chooses kernels.
+    Where the configuration has none, and the module where others register is not there, that is ``None``.
+    """
+    config: Any = importlib.import_module("torch._inductor.config")
+    factories = ("inductor_choices_class", *getattr(config, "_cache_config_factory_keys", ()))
+    is_usual = all(getattr(config, name, None) is None for name in factories)
+    imports = hasattr(config, "_cache_config_serializer") and "torch._inductor.choices" not in sys.modules
+    found: dict[str, Any]
+    if imports and is_usual:
+        found = config._get_dict(ignored_prefixes=list(config._cache_config_ignore_prefix))
+    else:
+        found = config.save_config_portable(ignore_private_configs=False)
+    return found
 
 
 # Triton reads these when it compiles; Inductor's configuration does not know of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._inductor import config
 
 from trainmux.lowering import KernelCache, lower
-from trainmux.lowering._inductor import compiler_missing, decompositions, is_fusable, settings
+from trainmux.lowering._inductor import _configuration, compiler_missing, decompositions, is_fusable, settings
 from trainmux.runtime import random_words
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -117,3 +118,13 @@ def test_a_compiled_region_changes_its_inputs_and_draws_the_same_words() -> None
     assert torch.equal(words, random_words(*seeds, 5, [3, 40]))
     torch.testing.assert_close(held, expected_held)
     torch.testing.assert_close(total, expected_held.sum(1))
+
+
+def test_the_configuration_is_that_of_inductors_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in ({}, {"max_autotune": True}):
+        with config.patch(changes):
+            expected = config.save_config_portable(ignore_private_configs=False)
+            assert _configuration() == expected
+            with monkeypatch.context() as patches:
+                patches.delitem(sys.modules, "torch._inductor.choices", raising=False)
+                assert _configuration() == expected
