@@ -1,8 +1,8 @@
-# Needs Linux, Python 3.11 or 3.12 and make; everything else goes into $(VENV).
+# Needs Linux, Python 3.11 to 3.13 and make; everything else goes into $(VENV).
 #
 #   PYTHON=...       the interpreter to use (otherwise the first that fits, see scripts/choose_python.sh)
 #   TORCH=...        the version of torch to test with (otherwise that in scripts/make_env.py), in a
-#                    folder of its own: make test TORCH=2.12.1 PYTHON=python3.12
+#                    folder of its own: make test TORCH=2.15.0 PYTHON=python3.13
 #   TORCH_INDEX=...  the package index to take torch from (otherwise see scripts/make_env.py)
 
 PYTHON ?=

@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 TORCH_VERSION = os.environ.get("TORCH", "2.13.0")
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 # The index that the PyTorch project publishes its CPU builds on.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Folders of installed packages whose modules are not compiled ahead, as a regular expression.

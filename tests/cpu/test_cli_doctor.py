@@ -98,7 +98,7 @@ def test_a_healthy_machine_has_nothing_to_note() -> None:
 NOTES = [
     (machine(torch="3.0.0a0"), "torch 3.0.0a0 is untested"),
     (machine(torch="unknown"), "torch unknown is untested"),
-    (machine(python="3.13.0"), "Python 3.13.0 is untested"),
+    (machine(python="3.14.0"), "Python 3.14.0 is untested"),
     (without_device(replace(NO_GPU, built_for="")), "this torch was built without CUDA"),
     (without_device(replace(NO_GPU, visible_devices="")), "CUDA_VISIBLE_DEVICES='' hides Some GPU"),
     (without_device(driver=DriverFacts("580.1", (), "No devices")), "(No devices; torch:"),
@@ -120,7 +120,7 @@ NOTES = [
     (machine(folder={"free_bytes": 5 << 20}), "a disk with only 5.0 MiB left"),
 ]
 PROBLEMS = [
-    (machine(torch="2.4.1"), "torch 2.4.1 is too old: trainmux needs 2.11 to 2.13"),
+    (machine(torch="2.4.1"), "torch 2.4.1 is too old: trainmux needs 2.11 to 2.15"),
     (machine(python="3.10.2"), "Python 3.10.2 is too old"),
     (without_device(), "torch cannot use it: No CUDA GPUs are available"),
     (without_device(replace(NO_GPU, error="CUDA out of memory. Tried")), "no memory is left"),
@@ -167,7 +167,7 @@ def test_a_machine_that_cannot_train_ends_with_status_1_and_writes_why(
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["can_train"] is False
     (worst,) = [finding for finding in written["findings"] if finding["level"] == "problem"]
-    assert worst["remedy"] == "pip install 'torch>=2.11,<2.14'"
+    assert worst["remedy"] == "pip install 'torch>=2.11,<2.16'"
     assert written["facts"]["rates"]["link"]["out"] == 55e9
     assert written["facts"].keys() == {field.name for field in dataclasses.fields(tm.MachineFacts)}
     assert CliRunner().invoke(app, ["doctor", "--json", str(tmp_path)]).exit_code == 2  # a folder

@@ -77,4 +77,4 @@ def test_no_fitting_interpreter_is_a_clear_error(tmp_path: Path) -> None:
     for wanted in ("", "python3"):
         result = choose_python(tmp_path, wanted)
         assert result.returncode == 1
-        assert "3.11 or 3.12" in result.stderr
+        assert "3.11 to 3.13" in result.stderr

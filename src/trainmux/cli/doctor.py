@@ -23,7 +23,7 @@ from rich.text import Text
 import trainmux as tm
 from trainmux.sizes import format_bytes as size
 
-SUPPORTED = {"Python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14))}
+SUPPORTED = {"Python": ((3, 11), (3, 14)), "torch": ((2, 11), (2, 16))}
 """From the first version, up to but without the second; as in pyproject.toml."""
 LEAST_FREE_DEVICE_BYTES = 256 << 20
 """Library workspaces take 32 MiB for each stream; below this a fleet has no room."""

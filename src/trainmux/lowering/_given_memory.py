@@ -1,4 +1,4 @@
-"""Compiled regions that write their outputs to memory given to them (torch 2.11 to 2.13).
+"""Compiled regions that write their outputs to memory given to them (torch 2.11 to 2.15).
 
 Code that Inductor writes allocates its outputs by calling a function of its own module. While a region runs
 with memory given, that function is ours: it hands out the given memory where an output begins, and new

@@ -1,4 +1,4 @@
-"""Every private torch API that tracing needs, in one place (torch 2.11 to 2.13).
+"""Every private torch API that tracing needs, in one place (torch 2.11 to 2.15).
 
 Nothing else in the package imports these names; ``tests/cpu/tracing/test_torch_private.py`` holds
 each of them to what we rely on.
