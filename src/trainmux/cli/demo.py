@@ -196,6 +196,7 @@ def run_demo(*, device: str, epochs: int, out: Path, console: Console | None = N
     console = console or Console(highlight=False)
     place = torch.device(device)
     digits = Digits.load(place)
+    SETTINGS[0].build()  # torch imports most of itself for a first optimizer: neither way is to pay for both
     num_steps = epochs * len(digits.make_loader())
     console.print(
         f"{len(SETTINGS)} small CNNs on handwritten digits: {len(LEARNING_RATES)} learning rates × "
