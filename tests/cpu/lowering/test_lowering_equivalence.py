@@ -48,6 +48,25 @@ def test_a_compiled_fleet_trains_and_evaluates_like_one_on_aten(
     }
 
 
+@pytest.mark.slow
+def test_pools_in_compiled_steps_take_the_same_places() -> None:
+    """One without overlap, one with overlap and padding; a tie would go to the first of them."""
+    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)).relu()
+
+    def losses(lowering: str) -> list[Tensor]:
+        members = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            pools = (nn.MaxPool2d(2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+            model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *pools, nn.Flatten(), nn.Linear(16, 2))
+            members.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        fleet = tm.Fleet(members, lambda m, x: m(x).square().mean(), images, lowering=lowering)
+        return [fleet.step(images).clone() for _ in range(4)]
+
+    for found, expected in zip(losses("inductor"), losses("aten"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
+
+
 # ---- what a step is given --------------------------------------------------------------------------------
 
 OFFSETS = torch.linspace(-1, 1, 6)
