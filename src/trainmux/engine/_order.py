@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence, Set
 
 import torch
 from torch import Tensor, fx
@@ -77,7 +77,7 @@ class Halves:
     leave everything as it was, and several groups can compute before any of them changes.
 
     ``lasting`` are positions of arguments that are the same tensors run after run: views of them are made
-    once, and kept until `forget`.
+    once, and kept by whoever runs it.
     """
 
     def __init__(self, module: fx.GraphModule, lasting: Collection[int] = ()) -> None:
@@ -97,11 +97,10 @@ class Halves:
         self._view = _part(module, [arguments[position] for position in self._viewed], views, kept)
         self._compute = _part(module, [*arguments, *kept], first, carried)
         self._apply = _part(module, [*arguments, *kept, *carried], second)
-        self._known: tuple[tuple[Tensor, ...], Sequence[Tensor]] = (), ()
 
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+    def begin(self, arguments: Sequence[Tensor], kept: KeptViews | None = None) -> Apply:
         """Run up to the first change of an argument."""
-        given = [*arguments, *self._views_of(arguments)]
+        given = [*arguments, *self._views_of(arguments, {} if kept is None else kept)]
         carried = self._compute.forward(*given)
 
         def apply() -> list[Tensor]:
@@ -110,17 +109,17 @@ class Halves:
 
         return apply
 
-    def forget(self) -> None:
-        """Let go of the memory of arguments."""
-        self._known = (), ()
-
-    def _views_of(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _views_of(self, arguments: Sequence[Tensor], kept: KeptViews) -> Sequence[Tensor]:
         viewed = tuple(arguments[position] for position in self._viewed)
-        known, views = self._known
+        known, views = kept.get(self, ((), ()))
         if len(known) != len(viewed) or not all(map(operator.is_, known, viewed)):
             views = self._view.forward(*viewed)
-            self._known = viewed, views
+            kept[self] = viewed, views
         return views
+
+
+KeptViews = MutableMapping[Halves, tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""Lasting arguments of programs, and the views that were made of them."""
 
 
 def _read_by(readers: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:

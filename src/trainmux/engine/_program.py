@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._order import Apply, Halves, make_masks_late
+from trainmux.engine._order import Apply, Halves, KeptViews, make_masks_late
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._updates import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
@@ -133,7 +133,7 @@ class StepProgram(_Arguments):
         first = len(self.inputs) + len(self.state_keys())
         return range(first, first + len(self.total_names()))
 
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+    def begin(self, arguments: Sequence[Tensor], kept: KeptViews | None = None) -> Apply:
         """Run up to the first change of anything that lasts; the result does the rest."""
         # Not a cached property: Python 3.11 has one lock for those, and cutting waits for the process's lock.
         halves: Any = self.__dict__.get("_halves")
@@ -141,14 +141,8 @@ class StepProgram(_Arguments):
             lasting = set(range(len(arguments))).difference(self.fed_positions)
             halves = Halves(self.module, lasting) if isinstance(self.module, fx.GraphModule) else self.module
             self.__dict__["_halves"] = halves
-        begun: Apply = halves.begin(arguments)
+        begun: Apply = halves.begin(arguments, kept)
         return begun
-
-    def forget(self) -> None:
-        """Let go of the arguments of the last run."""
-        halves = self.__dict__.get("_halves")
-        if isinstance(halves, Halves):
-            halves.forget()
 
 
 @dataclass(frozen=True)
@@ -183,13 +177,10 @@ class ForwardProgram(_Arguments):
         """None: a run adds to none of them."""
         return range(0)
 
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+    def begin(self, arguments: Sequence[Tensor], kept: KeptViews | None = None) -> Apply:
         """Run all of it: nothing that lasts changes."""
         results: list[Tensor] = self.module(*arguments)
         return lambda: results
-
-    def forget(self) -> None:
-        """Return at once: nothing is kept between runs."""
 
 
 def build_forward(fused: FusedGraph) -> ForwardProgram:

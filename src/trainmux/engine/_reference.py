@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from trainmux.engine._order import Apply
+from trainmux.engine._order import Apply, Halves, KeptViews
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.ir import MemoryUse
 from trainmux.runtime import deterministic_algorithms
@@ -20,6 +21,7 @@ class ReferenceEngine:
         self._deterministic = deterministic
         self.memory: MemoryUse | None = None
         self.not_captured = ""
+        self._views: KeptViews = WeakKeyDictionary[Halves, tuple[Sequence[Tensor], Sequence[Tensor]]]()
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""
@@ -37,7 +39,7 @@ class ReferenceEngine:
             for position in program.fed_positions:
                 given[position] = given[position].contiguous()
                 batch.add(given[position].untyped_storage().data_ptr())
-            apply = program.begin(given)
+            apply = program.begin(given, self._views)
 
         def end() -> list[Tensor]:
             with torch.no_grad(), deterministic_algorithms(self._deterministic):
@@ -49,6 +51,5 @@ class ReferenceEngine:
         return end
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
-        """Let go of the arguments of these programs."""
-        for program in programs:
-            program.forget()
+        """Let go of the arguments of programs."""
+        self._views.clear()

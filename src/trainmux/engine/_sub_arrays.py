@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.engine._order import Apply, Halves
+from trainmux.engine._order import Apply, Halves, KeptViews
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.runtime import ALIGNMENT_BYTES
 
@@ -67,7 +67,7 @@ class SubArrays(nn.Module):
             main.wait_stream(stream)
         return _joined(parts)
 
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+    def begin(self, arguments: Sequence[Tensor], kept: KeptViews | None = None) -> Apply:
         """Run all sub-arrays, one after another, up to their first change of an argument."""
         if self._halves is None:
             assert isinstance(self._program, fx.GraphModule)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainmux as tm
-from trainmux.engine._order import Halves
+from trainmux.engine._order import Halves, KeptViews
 from trainmux.engine._views import drop_idle_views
 
 aten = torch.ops.aten
@@ -93,10 +93,11 @@ def test_what_is_written_into_a_view_is_seen_through_the_others() -> None:
 def test_views_of_lasting_arguments_are_made_once_and_let_go_of() -> None:
     module = graph_of(lambda w, x: w.t().reshape(1, 3, 2) + x.t(), torch.ones(2, 3), torch.ones(2, 3))
     halves = Halves(module, lasting=[0])
+    kept: KeptViews = {}
 
     def names(w: Tensor) -> list[str]:
         with counted() as found:
-            result = torch.as_tensor(halves.begin([w, torch.ones(2, 3)])())
+            result = torch.as_tensor(halves.begin([w, torch.ones(2, 3)], kept)())
         assert torch.equal(result, w.t()[None] + 1)
         return [name for name in found if name not in ("aten.ones.default", "aten.equal.default")]
 
@@ -109,7 +110,7 @@ def test_views_of_lasting_arguments_are_made_once_and_let_go_of() -> None:
     del other
     gc.collect()
     assert gone() is not None
-    halves.forget()
+    kept.clear()
     gc.collect()
     assert gone() is None
 
@@ -126,7 +127,7 @@ def test_steps_make_fewer_calls_and_state_that_moved_is_let_go_of() -> None:
     with counted() as all_names:
         program.module(*arguments)
     with counted() as names:
-        program.begin(arguments)()
+        program.begin(arguments, {})()
     assert len(names) < 0.8 * len(all_names)
 
     old = weakref.ref(group.state.tensors["weight"])

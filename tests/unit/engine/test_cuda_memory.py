@@ -61,8 +61,7 @@ def test_growth_is_bounded_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Program:
-    def forget(self) -> None:
-        pass
+    pass
 
 
 def engine_with(*programs: Any) -> CudaGraphEngine:
