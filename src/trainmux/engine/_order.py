@@ -86,14 +86,14 @@ class Halves:
         drop_idle_views(graph)
         arguments = graph.find_nodes(op="placeholder")
         views = views_of(graph, [arguments[position] for position in lasting])
-        others = [node for node in graph.nodes if node.op != "placeholder" and node not in set(views)]
+        apart = {*arguments, *views}
+        others = [node for node in graph.nodes if node not in apart]
         cut = others.index(_first_change(module, graph))
         first, second = others[:cut], others[cut:]
         kept = _read_by(others, views)
         carried = _read_by(second, first)
-        self._viewed = [
-            position for position in sorted(lasting) if not set(views).isdisjoint(arguments[position].users)
-        ]
+        read = set(_read_by(views, arguments))
+        self._viewed = [position for position in sorted(lasting) if arguments[position] in read]
         self._view = _part(module, [arguments[position] for position in self._viewed], views, kept)
         self._compute = _part(module, [*arguments, *kept], first, carried)
         self._apply = _part(module, [*arguments, *kept, *carried], second)
@@ -123,7 +123,7 @@ KeptViews = MutableMapping[Halves, tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def _read_by(readers: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of ``nodes`` that any of the readers reads."""
+    """The nodes that any of the readers reads, in their order."""
     found = set(readers)
     return [node for node in nodes if not found.isdisjoint(node.users)]
 
