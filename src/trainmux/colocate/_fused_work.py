@@ -476,7 +476,8 @@ class FusedWork(JobWork):
     def _build(self, index: int, kernels: StepKernels) -> _StepInMemory:
         """Place a step of a group in the job's memory; `BatchError` where that is too small."""
         assert self._memory is not None
-        usual, layout = self._usual[index], self._lay_out(kernels)
+        usual = self._usual[index]
+        layout = usual.layout if kernels is usual.kernels else self._lay_out(kernels)
         cuts = layout.fit_cuts(usual.cuts, usual.segments)
         scratch, room = kernels.scratch_bytes + kernels.result_bytes, self._outside_bytes
         if cuts is None or layout.area_end > self._area_bytes or scratch > room:

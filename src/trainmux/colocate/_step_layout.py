@@ -210,24 +210,20 @@ class StepLayout:
 
 def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:
     """Place all tensors of a step: above the static ones those that no other step has, and its results."""
-    offsets: dict[int, int] = {}
-    transient = set()
-    end = statics.end
-    results = {
+    known = {
+        number: statics.find(key, kernels.size_of(number)) for number, key in kernels.static_keys.items()
+    }
+    offsets = {number: offset for number, offset in known.items() if offset is not None}
+    transient = [number for number in known if number not in offsets]
+    results = [
         number
         for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True)
         if row.tensor_class is TensorClass.RESIDENT
-    }
-    for number in (*kernels.static_keys, *sorted(results)):
-        size_bytes = kernels.size_of(number)
-        found = None if number in results else statics.find(kernels.static_keys[number], size_bytes)
-        if found is not None:
-            offsets[number] = found
-            continue
-        if number not in results:
-            transient.add(number)
+    ]
+    end = statics.end
+    for number in (*transient, *results):
         offsets[number] = end
-        end += round_up(size_bytes, ALIGNMENT_BYTES)
+        end += round_up(kernels.size_of(number), ALIGNMENT_BYTES)
     arena = place_in_arena(kernels.iteration, region_bytes=region_bytes)
     return StepLayout(kernels, arena, offsets, frozenset(transient), end)
 
