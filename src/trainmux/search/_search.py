@@ -51,7 +51,7 @@ _FLEET_ARGUMENTS = {
     "branches",
 }
 _SAMPLE = 4
-"""So many members tell what each of them takes of a budget."""
+"""Members that are planned together to learn what one of them takes of a budget."""
 _MOST_SLOTS = 500
 _IDLE_S = 0.5
 """Between two questions to a source that has nothing now, while nothing trains."""
@@ -557,8 +557,9 @@ class Search:
 
 
 def _most_slots(one: Fleet, several: Fleet, budget: int | str) -> int:
-    """How many members train within a budget, with nothing offloaded or recomputed: by two fleets of them.
+    """The number of members that train within a budget with nothing offloaded or recomputed.
 
+    What a member takes is the difference between fleets of one and of several.
     ``BudgetError`` where not even ``one`` does, whatever is done.
     """
     alone = one.plan(budget, "none")
