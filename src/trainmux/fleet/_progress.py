@@ -223,7 +223,7 @@ def _table(view: View, width: int, height: int) -> Any:
     widths = _widths(rows, view, width)
     if len(ranked) > num_lines:
         # Notes are for whoever has a line of his own.
-        widths = _Widths(widths.name, widths.value, widths.curve, widths.place, 0)
+        widths = _CellWidths(widths.name, widths.value, widths.curve, widths.place, 0)
         num_columns = min((width + _GAP) // (widths.total + 2 * _GAP), _MOST_COLUMNS)
         num_columns = max(1, min(num_columns, -(-len(ranked) // num_lines)))
         rows = _cut(view, view.ranked(num_lines * num_columns), num_lines * num_columns)
@@ -241,7 +241,7 @@ def _table(view: View, width: int, height: int) -> Any:
     return text
 
 
-def _append(text: Any, row: Row, widths: _Widths) -> None:
+def _append(text: Any, row: Row, widths: _CellWidths) -> None:
     style = {"best": "bold green", "dim": "dim"}.get(row.look, "")
     value = "" if row.value is None else value_text(row.value)
     name, value, curve, place, note = widths.cells(row.name, value, sparkline(row.curve), row.place, row.note)
@@ -251,7 +251,7 @@ def _append(text: Any, row: Row, widths: _Widths) -> None:
 
 
 @dataclass(frozen=True)
-class _Widths:
+class _CellWidths:
     """Cells of a line; a cell of width 0 is left out."""
 
     name: int
@@ -284,7 +284,7 @@ class _Widths:
         return "".join(self.cells(*cells))
 
 
-def _widths(rows: Sequence[Row], view: View, width: int, *, has_notes: bool = True) -> _Widths:
+def _widths(rows: Sequence[Row], view: View, width: int, *, has_notes: bool = True) -> _CellWidths:
     """Widths that hold these rows; where the terminal is narrow, without curves, places, long names."""
     values = ["" if row.value is None else value_text(row.value) for row in rows]
     value = max([len(view.value_name), 8, *map(len, values)])
@@ -293,13 +293,15 @@ def _widths(rows: Sequence[Row], view: View, width: int, *, has_notes: bool = Tr
     place = max((len(row.place) for row in rows), default=0)
     note = min(max((len(row.note) for row in rows), default=0), _NOTE_WIDTH) if has_notes else 0
     curve = _CURVE_WIDTH if any(len(row.curve) > 1 for row in rows) else 0
-    found = _Widths(name, value, curve, place, note)
+    found = _CellWidths(name, value, curve, place, note)
     for less in ({"note": 0}, {"curve": _CURVE_WIDTH // 2}, {"curve": 0}, {"place": 0}):
         if found.total <= width:
             break
-        found = _Widths(**{**vars(found), **{key: min(vars(found)[key], most) for key, most in less.items()}})
+        found = _CellWidths(
+            **{**vars(found), **{key: min(vars(found)[key], most) for key, most in less.items()}}
+        )
     short = found.total - width
-    return _Widths(max(found.name - max(short, 0), least), *list(vars(found).values())[1:])
+    return _CellWidths(max(found.name - max(short, 0), least), *list(vars(found).values())[1:])
 
 
 def _cut(view: View, ranked: Sequence[Any], max_rows: int) -> list[Row]:
