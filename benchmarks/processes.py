@@ -59,13 +59,16 @@ def isolated(
 
 
 def streamed(
-    function: Callable[..., Iterator[dict[str, Any]]], *arguments: Any, limit_s: float = 600.0
-) -> Iterator[dict[str, Any]]:
+    function: Callable[..., Iterator[dict[str, Any]]],
+    *arguments: Any,
+    limit_s: float = 600.0,
+    variables: Mapping[str, str] | None = None,
+) -> Generator[dict[str, Any], None, None]:
     """Give every dict that the generator ``function`` yields in a process of its own, as soon as it does.
 
     ``error`` and ``detail`` come last where it raised, died or took too long in all.
     """
-    with closing(_answers(_stream, (function, arguments), limit_s)) as answers:
+    with closing(_answers(_stream, (function, arguments), limit_s, variables)) as answers:
         yield from answers
 
 

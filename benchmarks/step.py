@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -18,7 +19,7 @@ import typer
 
 from .cases import PAPER, find_case, split, to_device, workloads_named
 from .environment import choose_device, describe
-from .processes import Together, guarded, isolated, mps_daemon, run_together
+from .processes import Together, guarded_rows, isolated, mps_daemon, run_together, streamed
 from .records import Results
 from .timing import seconds_of, summary, time_blocks, used_bytes
 from .ways import WAYS, Setup, prepare_eager
@@ -62,8 +63,8 @@ class StepJob:
         return setup, batches
 
 
-def measure(job: StepJob) -> dict[str, Any]:
-    """Build, warm up, time, and check that the members trained."""
+def measure(job: StepJob, turn: Any = None) -> Iterator[dict[str, Any]]:
+    """Build, train one step, wait for ``turn`` (an event), time, and check that the members trained."""
     if job.way == MPS:
         row = measure_processes(job)
     else:
@@ -73,23 +74,20 @@ def measure(job: StepJob) -> dict[str, Any]:
         setup, batches = job(0, count)
         begin = perf_counter()
         step, notes = way.prepare(setup)
-        first_losses = step(batches[0]).tolist()
-        build_s = perf_counter() - begin
+        row = {"first_losses": step(batches[0]).tolist(), "notes": notes}
+        yield {**row, "build_s": perf_counter() - begin}
+        if turn is not None:
+            turn.wait()
         seconds = time_blocks(step, batches, job.device, job.num_blocks, job.block_seconds)
-        row = {
-            **summary(seconds, count),
-            "build_s": build_s,
-            "first_losses": first_losses,
-            "last_losses": step(batches[0]).tolist(),
-            "notes": notes,
-        }
+        row |= {**summary(seconds, count), "last_losses": step(batches[0]).tolist()}
         if job.device.type == "cuda":
             row["reserved_bytes"] = torch.cuda.max_memory_reserved(job.device)
-            row["device_bytes"] = used_bytes(job.device) - before
+            if turn is None:
+                row["device_bytes"] = used_bytes(job.device) - before
     losses = [*row["first_losses"], *row["last_losses"]]
     if not all(map(math.isfinite, losses)) or row["first_losses"][0] == row["last_losses"][0]:
-        return {"error": f"did not train: losses {losses}"}
-    return row
+        row = {"error": f"did not train: losses {losses}"}
+    yield row
 
 
 def measure_processes(job: StepJob) -> dict[str, Any]:
@@ -154,41 +152,49 @@ def _train_one(together: Together, job: StepJob, index: int) -> dict[str, Any]:
     }
 
 
-def build(job: StepJob) -> dict[str, Any]:
-    """Run one step, for the compiled kernels that it leaves on disk."""
-    setup, batches = job(0, WAYS[job.way].num_models or job.width)
-    WAYS[job.way].prepare(setup)[0](batches[0])
-    return {}
-
-
-def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, builds_at_once: int = 1) -> None:
+def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, at_once: int = 1) -> None:
     """Measure each job, on a GPU in a process of its own; one that fails is recorded with the reason.
 
-    Each starts with an empty cache of compiled kernels, or with one that an earlier process has filled, of
-    which there are ``builds_at_once`` at a time.
+    ``at_once`` processes build their steps side by side and then wait: the device is timed by one at a time.
+    Each starts with an empty cache of compiled kernels.
     """
-    with TemporaryDirectory(prefix="step-") as folder:
-        caches = [{"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}"} for number in range(len(jobs))]
-        if builds_at_once > 1:
-            with ThreadPoolExecutor(builds_at_once) as pool:
-                for job, cache in zip(jobs, caches, strict=True):
-                    if job.way != MPS and "eager" not in job.way:
-                        pool.submit(isolated, build, job, limit_s=limit_s, variables=cache)
-        for job, cache in zip(jobs, caches, strict=True):
-            case = find_case(job.workload, job.batch_size)
-            try:
-                with mps_daemon() if job.way == MPS else nullcontext():
-                    if job.device.type == "cpu":
-                        found = guarded(measure, job)
-                    else:
-                        found = isolated(measure, job, limit_s=limit_s, variables=cache)
-            except RuntimeError as error:
-                found = {"error": str(error)}
-            name = {"workload": job.workload, "batch_size": case.batch_size, "width": job.width}
-            how = {"way": job.way, "fleet": job.fleet, "is_built_before": builds_at_once > 1}
-            results.add({**name, **how, **found})
+    for first in range(0, len(jobs), at_once):
+        wave = jobs[first : first + at_once]
+        for job, found in zip(wave, _measured(wave, limit_s), strict=True):
+            batch_size = find_case(job.workload, job.batch_size).batch_size
+            name = {"workload": job.workload, "batch_size": batch_size, "width": job.width, "way": job.way}
+            results.add({**name, "fleet": job.fleet, "built_beside": len(wave) - 1, **found})
             told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
             print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
+
+
+def _measured(jobs: Sequence[StepJob], limit_s: float) -> Iterator[dict[str, Any]]:
+    if len(jobs) == 1:
+        (job,) = jobs
+        try:
+            with mps_daemon() if job.way == MPS else nullcontext():
+                yield _merged(
+                    guarded_rows(measure(job)) if job.device.type == "cpu" else _apart(job, limit_s)
+                )
+        except RuntimeError as error:
+            yield {"error": str(error)}
+        return
+    turns = [get_context("spawn").Event() for _ in jobs]
+    rows = [_apart(job, 2 * limit_s, turn) for job, turn in zip(jobs, turns, strict=True)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        built = list(pool.map(next, rows))  # each starts its process and waits until that has built
+    for turn, first, rest in zip(turns, built, rows, strict=True):
+        turn.set()
+        yield _merged([first, *rest])
+
+
+def _apart(job: StepJob, limit_s: float, turn: Any = None) -> Generator[dict[str, Any], None, None]:
+    with TemporaryDirectory(prefix="step-") as cache:
+        yield from streamed(measure, job, turn, limit_s=limit_s, variables={"TORCHINDUCTOR_CACHE_DIR": cache})
+
+
+def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for row in rows for key, value in row.items()}
 
 
 def command(
@@ -203,7 +209,9 @@ def command(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps that are timed.")] = 5,
     block_seconds: Annotated[float, typer.Option(help="Seconds of a block.")] = 0.3,
     limit: Annotated[float, typer.Option(help="Seconds that one measurement may take.")] = 240.0,
-    builds_at_once: Annotated[int, typer.Option(help="Compile so many measurements at a time first.")] = 1,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Build so many measurements side by side, then time one after another.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
         "runs/bench/step.json"
     ),
@@ -218,6 +226,8 @@ def command(
             raise typer.BadParameter(
                 f"expected ways among {', '.join(possible)}; got {way}", param_hint="--ways"
             )
+    if at_once > 1 and MPS in chosen:
+        raise typer.BadParameter(f"expected 1 with the way {MPS}; got {at_once}", param_hint="--at-once")
     jobs = [
         StepJob(workload, batch_size, int(width), way, place, blocks, block_seconds, arguments)
         for workload in workloads_named(workloads)
@@ -228,5 +238,5 @@ def command(
     for job in jobs:
         find_case(job.workload)
     environment = describe(place) if place == "cpu" else isolated(describe, place)
-    run(jobs, Results(out, "step", environment), limit, builds_at_once)
+    run(jobs, Results(out, "step", environment), limit, at_once)
     print(f"written to {out}")

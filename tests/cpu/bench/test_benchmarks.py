@@ -48,18 +48,18 @@ def test_step_measures_every_way_keeps_other_rows_and_reports_them(tmp_path: Pat
     for row in found:
         assert 0 < row["min_ms"] <= row["median_ms"] <= row["max_ms"]
         assert row["first_losses"] == pytest.approx(found[0]["first_losses"], rel=0.02)
-    for width in ("2", "1"):
-        run(*words, "--widths", width, "--ways", "eager")
+    run(*words, "--widths", "2,1", "--ways", "eager", "--at-once", "2")
     document = json.loads(out.read_text(encoding="utf-8"))
     assert [(row["way"], row["width"], row["run"]) for row in document["rows"]] == [
-        *(("eager_vmap", 2, 0), ("trainmux", 2, 0), ("eager", 2, 1), ("eager", 1, 2))
+        *(("eager_vmap", 2, 0), ("trainmux", 2, 0), ("eager", 2, 1), ("eager", 1, 1))
     ]
+    assert [row["built_beside"] for row in document["rows"]] == [0, 0, 1, 1]
     shown = run("report", str(out), "--chart", str(tmp_path / "step.svg"))
     assert "How many times faster trainmux is" in shown
     assert "<svg" in (tmp_path / "step.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("words", [["--ways", "mps"], ["--workloads", "resnet1001"]])
+@pytest.mark.parametrize("words", [["--ways", "mps"], ["--workloads", "resnet1001"], ["--at-once", "0"]])
 def test_unknown_ways_and_workloads_are_refused(words: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["step", *words, "--device", "cpu", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
@@ -89,7 +89,7 @@ def test_what_fails_in_its_process_is_recorded() -> None:
 
 @pytest.mark.extensive
 def test_processes_train_at_the_same_time() -> None:
-    row = measure(StepJob("small:mlp", None, 2, "mps", "cpu", 1, 0.02))
+    (row,) = measure(StepJob("small:mlp", None, 2, "mps", "cpu", 1, 0.02))
     assert row["median_ms"] > 0
     assert row["first_losses"] != row["last_losses"]
 
