@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-MIN_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 20
+MIN_WARMUP_STEPS, MAX_WARMUP_STEPS = 20, 40
+"""A fleet looks at its members before each of its first 16 steps, which may take a tenth of their time."""
 SETTLED_RATIO = 1.5
 """Warming up ends when two steps in a row took at most this many times the fastest one."""
 
