@@ -9,21 +9,22 @@ import subprocess
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BrokenBarrierError
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_DETAIL_CHARACTERS = 2000
 _MPS_CONTROL = "nvidia-cuda-mps-control"
 _MPS_STOP_SECONDS = 20
 _starting = threading.Lock()
+Key = TypeVar("Key")
 
 
 @contextmanager
@@ -54,8 +55,38 @@ def isolated(
     which has no state to leave behind, call `guarded` instead: that saves starting processes. With ``method``
     "forkserver" what that server has loaded need not be imported again; ``variables`` must be left out then.
     """
-    with closing(_answers(_call, (function, arguments), limit_s, variables, method)) as answers:
-        return next(answers)
+    with closing(_Process(_call, (function, arguments), limit_s, variables, method)) as process:
+        return process.answer() or {}
+
+
+def all_isolated(
+    function: Callable[..., dict[str, Any]],
+    jobs: Iterable[tuple[Key, tuple[Any, ...], float]],
+    num_at_once: int,
+    method: str = "spawn",
+) -> Generator[tuple[Key, dict[str, Any]], None, None]:
+    """Give each job's key and what `isolated` says of it, as they end; several run at the same time.
+
+    A job is a key, arguments and the seconds that it may take. One is taken from ``jobs`` when there is room
+    for it. No process outlives this generator, whatever ends it.
+    """
+    left, running = iter(jobs), dict[Key, _Process]()
+    try:
+        while True:
+            while len(running) < num_at_once and (job := next(left, None)) is not None:
+                key, arguments, limit_s = job
+                running[key] = _Process(_call, (function, arguments), limit_s, method=method)
+            if not running:
+                return
+            first_end = min(process.end for process in running.values())
+            wait([process.answers for process in running.values()], max(0.0, first_end - monotonic()))
+            for key in [key for key, process in running.items() if process.has_answer]:
+                answer = running[key].answer() or {}
+                running.pop(key).close()
+                yield key, answer
+    finally:
+        for process in running.values():
+            process.close()
 
 
 def streamed(
@@ -68,40 +99,57 @@ def streamed(
 
     ``error`` and ``detail`` come last where it raised, died or took too long in all.
     """
-    with closing(_answers(_stream, (function, arguments), limit_s, variables)) as answers:
-        yield from answers
-
-
-def _answers(
-    target: Callable[..., None],
-    work: tuple[Any, ...],
-    limit_s: float,
-    variables: Mapping[str, str] | None = None,
-    method: str = "spawn",
-) -> Generator[dict[str, Any], None, None]:
-    """Start ``target`` in a process; what it sends, until it sends ``None``."""
-    context: Any = get_context(method)
-    answers, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *work))
-    with _starting, _environment(variables or {}):
-        process.start()
-    theirs.close()
-    end = monotonic() + limit_s
-    try:
-        while answers.poll(max(0.0, end - monotonic())):
-            answer: dict[str, Any] | None = answers.recv()
-            if answer is None:
-                return
+    with closing(_Process(_stream, (function, arguments), limit_s, variables)) as process:
+        while (answer := process.answer()) is not None:
             yield answer
-        yield {"error": f"no result within {limit_s:g} s"}
-    except EOFError:
-        process.join()
-        yield {"error": f"the process ended with status {process.exitcode} and no result"}
-    finally:
+
+
+class _Process:
+    """Runs ``target`` in a process until ``close``, and has what it sends: dicts, then ``None``."""
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        work: tuple[Any, ...],
+        limit_s: float,
+        variables: Mapping[str, str] | None = None,
+        method: str = "spawn",
+    ) -> None:
+        context: Any = get_context(method)
+        self.answers, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=target, args=(theirs, *work))
+        with _starting, _environment(variables or {}):
+            self._process.start()
+        theirs.close()
+        self.end, self._limit_s, self._has_failed = monotonic() + limit_s, limit_s, False
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether `answer` returns at once."""
+        return self.answers.poll() or monotonic() >= self.end
+
+    def answer(self) -> dict[str, Any] | None:
+        """Wait for the next dict; after the last, and after an ``error`` made here, ``None``."""
+        if self._has_failed:
+            return None
+        try:
+            if self.answers.poll(max(0.0, self.end - monotonic())):
+                answer: dict[str, Any] | None = self.answers.recv()
+                return answer
+            error = f"no result within {self._limit_s:g} s"
+        except EOFError:
+            self._process.join()
+            error = f"the process ended with status {self._process.exitcode} and no result"
+        self._has_failed = True
+        return {"error": error}
+
+    def close(self) -> None:
+        """End it, and what it started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self.answers.close()
 
 
 def guarded(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -127,15 +175,27 @@ def guarded_rows(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _stream(
     answers: Connection, function: Callable[..., Iterator[dict[str, Any]]], arguments: tuple[Any, ...]
 ) -> None:
-    os.setpgid(0, 0)
+    _lead_group()
     for row in guarded_rows(function(*arguments)):
         answers.send(row)
     answers.send(None)
 
 
 def _call(answers: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    os.setpgid(0, 0)  # what it starts in turn is ended with it
+    _lead_group()
     answers.send(guarded(function, *arguments))
+
+
+def _lead_group() -> None:
+    """Have what this process starts end with it, and all of them when the parent is gone."""
+    os.setpgid(0, 0)
+    parent = parent_process()
+
+    def end() -> None:
+        wait([parent.sentinel] if parent else [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 # ---- several at once -------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from fnmatch import fnmatch
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,9 +32,10 @@ from trainmux.errors import TrainmuxError
 from .cases import map_tensors, scaled, split
 from .environment import choose_device, describe
 from .pages import fill, source
-from .processes import isolated
-from .records import Results
+from .processes import all_isolated, isolated
+from .records import Results, name_of
 from .records import read as read_results
+from .resumable import LATE_SECONDS
 from .workloads.classic import CLASSIC
 from .workloads.public import ARCHITECTURES, REMEDIES, Architecture
 
@@ -53,6 +54,8 @@ throughout, and of those that cast to single precision whatever they are given."
 MAX_TIMES_ROUNDING = 10.0
 """Errors may be this many times what it makes to change weights by the last bit of the precision it computes
 in: where a model divides by next to nothing, or chooses among equals, rounding is not small."""
+
+VERDICTS = ("right", "wrong", "not fused", "not captured", "refused", "failed", "absent")
 
 ZOO: tuple[Architecture, ...] = (
     *(Architecture(f"classic:{name}", "classic", build) for name, build in CLASSIC.items()),
@@ -332,41 +335,84 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, help="Models to try at the same time.")] = 1,
     limit: Annotated[float, typer.Option(help="Seconds that one model may take.")] = 300.0,
-    out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
+    time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing is begun.")] = 540.0,
+    out: Annotated[Path, typer.Option(help="File of results; what it has is not measured again.")] = Path(
         "runs/bench/zoo.json"
     ),
+    retry: Annotated[
+        str, typer.Option(help=f"Verdicts to measure again, with commas: {', '.join(VERDICTS)}.")
+    ] = "",
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read this file of results.")] = None,
     page: Annotated[Path | None, typer.Option(help="Page whose tables are made from the results.")] = None,
 ) -> None:
     """Train public architectures as fleets: are they fused, captured and right."""
+    for verdict in split(retry):
+        if verdict not in VERDICTS:
+            raise typer.BadParameter(
+                f"expected verdicts among {', '.join(VERDICTS)}; got {verdict}", param_hint="--retry"
+            )
     if read is None:
-        _measure_all(find(split(models)), members, device, processes, limit, out)
+        chosen = find(split(models))
+        with _ended_by_sigterm():
+            _measure_all(chosen, members, device, processes, limit, time_limit, out, split(retry))
     if page is not None:
         refresh(read_results(read or out, "zoo"), page)
         print(f"written to {page}")
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise, as SIGINT does: then what was started is ended, too."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _measure_all(
-    chosen: Sequence[Architecture], members: int, device: str, processes: int, limit: float, out: Path
+    chosen: Sequence[Architecture],
+    members: int,
+    device: str,
+    processes: int,
+    limit: float,
+    time_limit: float,
+    out: Path,
+    retry: Sequence[str],
 ) -> None:
+    """Measure what the file lacks or what is to be measured again, until the time is over."""
     # Processes are forked from one that has torch, which must not touch the device to see that it is there.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     get_context("forkserver").set_forkserver_preload(["benchmarks.zoo"])
     place = choose_device(device)
-    results = Results(out, "zoo", isolated(describe, place))
+    results = Results(out, "zoo", isolated(describe, place, method="forkserver"))
+    known = {name_of("zoo", row) for row in results.rows if row["verdict"] not in retry}
+    # Images and videos, which take longest, come last in the zoo.
+    left = [each for each in reversed(chosen) if (each.name, members) not in known]
+    num_done, end = 0, time.monotonic() + time_limit
+
+    def jobs() -> Iterator[tuple[tuple[Architecture, float], tuple[Any, ...], float]]:
+        for each in left:
+            if (seconds := end - time.monotonic()) <= 0:
+                return
+            limit_s = min(limit, seconds + LATE_SECONDS)
+            yield (each, limit_s), (each.name, members, place), limit_s
+
     counts: Counter[str] = Counter()
-    with ThreadPoolExecutor(processes) as pool:
-        what = {
-            pool.submit(
-                isolated, measure, each.name, members, place, limit_s=limit, method="forkserver"
-            ): each
-            for each in chosen
-        }
-        for number, future in enumerate(as_completed(what), 1):
-            row = {"verdict": "failed", "family": what[future].family, **future.result()}
-            results.add({"model": what[future].name, "width": members, **row})
+    with closing(all_isolated(measure, jobs(), processes, method="forkserver")) as measured:
+        for (each, limit_s), found in measured:
+            if limit_s < limit and "no result within" in found.get("error", ""):
+                print(f"{each.name}: cut off, the time is over", flush=True)
+                continue
+            row = {"verdict": "failed", "family": each.family, **found}
+            results.add({"model": each.name, "width": members, **row})
+            num_done += 1
             counts[row["verdict"]] += 1
             told = row.get("error") or row.get("message") or ""
-            print(f"{number}/{len(chosen)} {what[future].name}: {row['verdict']} {told}"[:200], flush=True)
+            print(f"{num_done}/{len(left)} {each.name}: {row['verdict']} {told}"[:200], flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    print(f"written to {out}")
+    print(f"{len(left) - num_done} models are left; what was measured is in {out}")

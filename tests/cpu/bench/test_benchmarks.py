@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +150,44 @@ def test_zoo_judges_models_against_plain_torch(tmp_path: Path, name: str) -> Non
     page.write_text("<!-- zoo: charts -->\n<!-- end -->")
     with pytest.raises(ValueError, match="charts"):
         zoo.refresh(json.loads(out.read_text()), page)
+
+
+@pytest.mark.slow
+def test_zoo_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    out = tmp_path / "zoo.json"
+    models = ("classic:vae", "classic:gan_pair", "classic:diffusion", "classic:dqn")
+    words = ["zoo", "--members", "1", "--device", "cpu", "--out", str(out), "--models", ",".join(models)]
+
+    def measured() -> list[str]:
+        if not out.exists():
+            return []
+        return [row["model"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
+
+    ended_at = []
+
+    def end(number: int, num_rows: int) -> None:
+        while len(measured()) < num_rows:
+            time.sleep(0.01)
+        ended_at.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    for number, num_rows in ((signal.SIGINT, 1), (signal.SIGTERM, 2)):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(end, number, num_rows)
+            assert CliRunner().invoke(app, [*words, "--processes", "2"]).exit_code != 0
+        assert time.monotonic() - ended_at.pop() < 5
+        assert not active_children()
+        assert num_rows <= len(measured()) < len(models)
+    kept = measured()
+    assert f"{len(models) - len(kept)} models are left" in run(*words, "--time-limit", "0")
+    assert measured() == kept
+    first, *others = kept
+    words[-1] = ",".join(kept)
+    assert "\n0 models are left" in run(*words, "--retry", "wrong,failed")
+    assert measured() == kept
+    words[-1] = first
+    assert "1 right\n0 models are left" in run(*words, "--retry", "right")
+    assert measured() == [*others, first]
 
 
 @pytest.mark.extensive
