@@ -24,7 +24,10 @@ def source(runs: Sequence[Mapping[str, Any]], *more: str) -> str:
         return NOT_MEASURED
     dates = sorted(run["date"][:10] for run in runs)
     machines = dict.fromkeys(f"{run['device']}, torch {run['torch']}" for run in runs)
-    return "; ".join([*machines, *more, f"{len(runs)} runs from {dates[0]} to {dates[-1]}."])
+    when = (
+        f"one run of {dates[0]}." if len(runs) == 1 else f"{len(runs)} runs from {dates[0]} to {dates[-1]}."
+    )
+    return "; ".join([*machines, *more, when])
 
 
 def markdown(rows: Sequence[Mapping[str, str]], num_left: int = 1) -> str:

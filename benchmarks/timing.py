@@ -70,12 +70,14 @@ def time_iterations(
 ) -> tuple[list[float], int]:
     """Time iteration after iteration, without waiting in between: (seconds of each, warm-up steps made).
 
-    Warming up ends early after ``warmup_seconds``. On a GPU an iteration lasts from the moment at which the
-    one before has handed out its losses to its own.
+    Warming up ends early after ``warmup_seconds``, but no sooner than `time_blocks` would end it. On a GPU an
+    iteration lasts from the moment at which the one before has handed out its losses to its own.
     """
     supply = cycle(batches)
     begin, num_warmed = perf_counter(), 0
-    while num_warmed < num_warmups and (num_warmed < 2 or perf_counter() - begin < warmup_seconds):
+    while num_warmed < num_warmups and (
+        num_warmed < MIN_WARMUP_STEPS or perf_counter() - begin < warmup_seconds
+    ):
         seconds_of(lambda: step(next(supply)), device)
         num_warmed += 1
     if device.type != "cuda":
