@@ -97,11 +97,17 @@ def streamed(
 ) -> Generator[dict[str, Any], None, None]:
     """Give every dict that the generator ``function`` yields in a process of its own, as soon as it does.
 
-    ``error`` and ``detail`` come last where it raised, died or took too long in all.
+    ``error`` and ``detail`` come last where it raised, died or took too long in all. The process starts now,
+    not with the first dict that is asked for.
     """
-    with closing(_Process(_stream, (function, arguments), limit_s, variables)) as process:
-        while (answer := process.answer()) is not None:
-            yield answer
+    process = _Process(_stream, (function, arguments), limit_s, variables)
+
+    def answers() -> Generator[dict[str, Any], None, None]:
+        with closing(process):
+            while (answer := process.answer()) is not None:
+                yield answer
+
+    return answers()
 
 
 class _Process:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -169,28 +168,27 @@ def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, at_once: 
 
 
 def _measured(jobs: Sequence[StepJob], limit_s: float) -> Iterator[dict[str, Any]]:
-    if len(jobs) == 1:
-        (job,) = jobs
-        try:
-            with mps_daemon() if job.way == MPS else nullcontext():
-                yield _merged(
-                    guarded_rows(measure(job)) if job.device.type == "cpu" else _apart(job, limit_s)
-                )
-        except RuntimeError as error:
-            yield {"error": str(error)}
+    if len(jobs) == 1 and jobs[0].device.type == "cpu":
+        yield _merged(guarded_rows(measure(jobs[0])))
         return
-    turns = [get_context("spawn").Event() for _ in jobs]
-    rows = [_apart(job, 2 * limit_s, turn) for job, turn in zip(jobs, turns, strict=True)]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        built = list(pool.map(next, rows))  # each starts its process and waits until that has built
-    for turn, first, rest in zip(turns, built, rows, strict=True):
-        turn.set()
-        yield _merged([first, *rest])
-
-
-def _apart(job: StepJob, limit_s: float, turn: Any = None) -> Generator[dict[str, Any], None, None]:
-    with TemporaryDirectory(prefix="step-") as cache:
-        yield from streamed(measure, job, turn, limit_s=limit_s, variables={"TORCHINDUCTOR_CACHE_DIR": cache})
+    turns = [get_context("spawn").Event() if len(jobs) > 1 else None for _ in jobs]
+    try:
+        with (
+            TemporaryDirectory(prefix="step-") as folder,
+            mps_daemon() if jobs[0].way == MPS else nullcontext(),
+        ):
+            caches = [{"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}"} for number in range(len(jobs))]
+            rows = [
+                streamed(measure, job, turn, limit_s=limit_s * (1 if turn is None else 2), variables=cache)
+                for job, turn, cache in zip(jobs, turns, caches, strict=True)
+            ]
+            built = [next(each, {}) for each in rows]
+            for turn, first, rest in zip(turns, built, rows, strict=True):
+                if turn is not None:
+                    turn.set()
+                yield _merged([first, *rest])
+    except RuntimeError as error:
+        yield {"error": str(error)}
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
