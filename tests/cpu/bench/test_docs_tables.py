@@ -21,6 +21,9 @@ WORKLOADS = {
     "MobileNetV3-Large": "mobilenet_v3_large",
     "MLP": "mlp",
     "small CNN": "small_cnn",
+    "DenseNet-121": "sample:densenet121",
+    "EfficientNet-B0": "sample:efficientnet_b0",
+    "ConvNeXt-T": "sample:convnext_tiny",
 }
 
 
@@ -46,10 +49,11 @@ def agrees(text: str, value: float) -> bool:
 
 
 def step_rows(label: str) -> dict[str, dict[str, Any]]:
-    """Rows of step_h200.json by way, for a table's "8 × BERT-base, batch 16"."""
+    """Rows of results by way, for a table's "8 × BERT-base, batch 16"."""
     width, name = re.match(r"(\d+) × (.*)", label).groups()  # type: ignore[union-attr]
     (workload,) = {key for shown, key in WORKLOADS.items() if name.startswith(shown)}
-    rows = [row for row in results("step_h200.json") if row["workload"] == workload]
+    measured = [*results("step_h200.json"), *results("sample_h200.json")]
+    rows = [row for row in measured if row["workload"] == workload]
     return {row["way"]: row for row in rows if row["width"] == int(width)}
 
 
@@ -79,11 +83,17 @@ def test_the_tables_of_ways_are_those_of_the_results(after: str, column: str, un
     assert num_checked >= 30
 
 
-def test_the_headline_of_the_readme_is_that_of_the_results() -> None:
-    rows = table("README.md", "Milliseconds per member and step")
-    assert len(rows) == len(WORKLOADS)
+@pytest.mark.parametrize(
+    ("page", "after", "num_rows"),
+    [("README.md", "Milliseconds per member and step", 8), ("docs/benchmarks.md", "Three of the twelve", 3)],
+)
+def test_tables_against_compiled_graphs_are_those_of_the_results(
+    page: str, after: str, num_rows: int
+) -> None:
+    rows = table(page, after)
+    assert len(rows) == num_rows
     for row in rows:
-        label = row.pop("")
+        label = row.pop("", "") or row.pop("fleet")
         measured = step_rows(label)
         ours, alone = (measured[way]["median_ms"] for way in ("trainmux", "compiled_graph"))
         for shown, found in zip(row.values(), (ours, alone, alone / ours), strict=True):
