@@ -381,7 +381,12 @@ class _Call:
         found = torch.autograd.grad(
             loss, learning, tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
         )
-        kept = {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+        kept = {}
+        for name, tensor, grad in zip(names, learning, found, strict=True):
+            # A custom backward pass that calls ``backward`` itself, as reversible layers do, adds to grad.
+            parts = [each for each in (grad, tensor.grad) if each is not None]
+            if parts:
+                kept[name] = sum(parts[1:], parts[0])
         if not kept:
             raise LossError(_INDEPENDENT)
         self.used_parameters = list(kept)

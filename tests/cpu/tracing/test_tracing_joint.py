@@ -110,6 +110,40 @@ def test_frozen_unused_and_detached_parameters_have_no_gradient() -> None:
     assert (InputKind.PARAMETER, "unused") in [(item.kind, item.name) for item in traced.inputs]
 
 
+class Reversible(torch.autograd.Function):
+    """Computes the layer again in the backward pass, and calls ``backward`` for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            ctx.layer(x).backward(gradient)
+        return gradient + x.grad, None
+
+
+def test_gradients_that_a_custom_backward_pass_accumulates_count() -> None:
+    """Once alone, and once added to what autograd returns for the same weights."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model[2](Reversible.apply(model[1](model[0](x)), model[1]))).square().mean()
+
+    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
+    assert_equals_torch(nn.Sequential(*layers), loss, doubles(3, 4))
+
+    def alone(model: Any, x: Tensor) -> Tensor:
+        return Reversible.apply(model[0](x), model[1]).square().mean()
+
+    assert_equals_torch(nn.Sequential(*layers[:2]), alone, doubles(3, 4))
+
+
 def test_a_loss_of_one_element_strided_parameters_and_a_batch_that_needs_gradients() -> None:
     model, x = small_net(), X.t().contiguous().t().requires_grad_(True)
     model[3].weight = nn.Parameter(doubles(4, 2).t())
