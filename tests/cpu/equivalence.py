@@ -56,6 +56,9 @@ MAX_ERROR_RATIO = 3.0
 _FLOOR = {"fp32": 2.0**-22, "bf16": 2.0**-9}
 """The rounding error of one number; below it, an individual run is exact by accident."""
 
+_FEW = 8
+"""Numbers of a bias."""
+
 # ---- optimizers --------------------------------------------------------------------------------------
 
 MakeOptimizer = Callable[[nn.Module, int], Optimizer]
@@ -478,8 +481,12 @@ def check_precision(workload: Workload, precision: str, *, device: str = "cpu") 
 
 
 def _errors(exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
-    """By tensor the root mean square error of each run, as a share of the tensor's size."""
-    errors: dict[str, list[float]] = {}
+    """By tensor the root mean square error of each run, as a share of the tensor's size.
+
+    A bias of a few numbers counts with its layer's weight, whose gradient has the errors of the same backward
+    pass: their sum over the batch may cancel out by accident.
+    """
+    shares: dict[str, list[list[Tensor]]] = {}
     for name, value in {"loss 1": exact.results["loss 1"], **exact.tensors}.items():
         largest = exact.largest_gradients.get(name.partition("/")[0])
         if name in exact.largest_gradients or not value.is_floating_point():
@@ -487,9 +494,12 @@ def _errors(exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
         counted = torch.ones_like(value, dtype=torch.bool) if largest is None else largest >= NO_GRADIENT
         size = _rms(value[counted])
         if size > 0.0:
-            results = [(run.results | run.tensors)[name] for run in runs]
-            errors[name] = [_rms((result.double() - value)[counted]) / size for result in results]
-    return errors
+            weight = name.replace(".bias/", ".weight/")
+            key = weight if value.numel() < _FEW and weight in exact.tensors else name
+            for found, run in zip(shares.setdefault(key, [[] for _ in runs]), runs, strict=True):
+                result = (run.results | run.tensors)[name]
+                found.append(((result.double() - value)[counted] / size).flatten())
+    return {name: [_rms(torch.cat(each)) for each in found] for name, found in shares.items()}
 
 
 def _rms(values: Tensor) -> float:
