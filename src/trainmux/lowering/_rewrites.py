@@ -14,7 +14,8 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
     """One value per row scattered into a constant becomes a comparison; returns how many did.
 
     The gradient of a cross-entropy loss begins like that. A scatter has to be written to memory, as large
-    as the logits; a comparison is computed where it is read.
+    as the logits; a comparison is computed where it is read. The sum over a row of zeros and one value is not
+    computed, so that the gradient of log-softmax needs no reduction.
     """
     found = 0
     for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
@@ -48,12 +49,33 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
             )
             result = insert_call(graph, node, aten.where.self, (chosen_here, hit, rest))
         node.replace_all_uses_with(result)
+        if constant.args[1] == 0:
+            _replace_row_sums(graph, result, dim, hit)
         graph.erase_node(node)
         found += 1
     if found:
         graph.eliminate_dead_code()
         graph.lint()
     return found
+
+
+def _replace_row_sums(graph: fx.Graph, rows: fx.Node, dim: int, hit: fx.Node) -> None:
+    """Sums of ``rows`` times a factor per row: along ``dim``, a row is ``hit`` in one place, and zeros."""
+    for product in [user for user in rows.users if user.target is aten.mul.Tensor]:
+        whole = product.meta["val"]
+        factors = [
+            each
+            for each in product.all_input_nodes
+            if each is not rows
+            and (value := each.meta["val"]).shape == (*whole.shape[:dim], 1, *whole.shape[dim + 1 :])
+            and value.dtype == whole.dtype
+        ]
+        for total in [user for user in product.users if user.target is aten.sum.dim_IntList and factors]:
+            if total.args[1:] in (([dim], True), ([dim - whole.dim()], True)) and not total.kwargs:
+                with graph.inserting_before(total), whole.fake_mode:
+                    alone = insert_call(graph, total, aten.mul.Tensor, (factors[0], hit))
+                total.replace_all_uses_with(alone)
+                graph.erase_node(total)
 
 
 _INDEXED_WRITES = (

@@ -53,6 +53,40 @@ def test_one_value_in_each_row(
     assert not module.graph.find_nodes(op="call_function", target=aten.scatter.value)
 
 
+@pytest.mark.parametrize("dim", [1, -1])
+@pytest.mark.parametrize("rest", [0.0, 2.0])
+def test_rows_of_one_value_need_no_sum(dim: int, rest: float) -> None:
+    """As the gradient of log-softmax has it, which subtracts a share of each row's sum."""
+    scattered = scatter_into_constant(dim, -1.0, rest)
+
+    def function(like: Tensor, index: Tensor, factor: Tensor) -> Tensor:
+        rows = scattered(like, index) * factor
+        return rows - like.exp() * rows.sum(dim, keepdim=True)
+
+    given = torch.randn(3, 5), torch.tensor([[1], [4], [0]]), torch.randn(3, 1)
+    module = traced(function, *given)
+    assert compare_instead_of_scatter(module.graph) == 1
+    module.recompile()
+    assert torch.equal(module(*given), function(*given))
+    sums = module.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert len(sums) == (rest != 0.0)
+
+
+def test_sums_of_other_rows_stay() -> None:
+    """One factor per element, and a sum over the other dimension."""
+
+    def function(like: Tensor, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        rows = scatter_into_constant(1, -1.0, 0.0)(like, index)
+        return (rows * like).sum(1, keepdim=True), (rows * factor).sum(0, keepdim=True)
+
+    given = torch.randn(3, 5), torch.tensor([[1], [4], [0]]), torch.randn(3, 1)
+    module = traced(function, *given)
+    assert compare_instead_of_scatter(module.graph) == 1
+    module.recompile()
+    for got, expected in zip(module(*given), function(*given), strict=True):
+        assert torch.equal(got, expected)
+
+
 ROWS = torch.tensor([[1], [2], [0]])
 LEFT_ALONE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
     "more than one in a row": (scatter_into_constant(1, 1.0, 0.0), torch.tensor([[0, 1], [2, 3], [4, 4]])),
