@@ -28,23 +28,27 @@ from trainmux.tracing import make_fx, static_fake_mode
 
 
 class Mixed(nn.Module):
-    """Images, dropout and bags of words in one short graph: a kernel takes seconds to compile."""
+    """Images, pools, dropout and bags of words in one short graph: a kernel takes seconds to compile.
+
+    One pool is without overlap, one with overlap and padding. Parameters of one size share kernels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2)
-        self.drop, self.last = nn.Dropout(0.5), nn.Linear(72 + 6, 4)
-        self.bag = nn.EmbeddingBag(20, 6, mode="sum")
+        self.pools = nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1))
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8 + 4, 4, bias=False)
+        self.bag = nn.EmbeddingBag(12, 4, mode="sum")
 
     def forward(self, images: Tensor, words: Tensor, begins: Tensor) -> Tensor:
-        seen = self.drop(self.norm(self.conv(images)).relu()).flatten(1)
+        seen = self.drop(self.pools(self.norm(self.conv(images)).relu())).flatten(1)
         return self.last(torch.cat([seen, self.bag(words, begins)], 1))  # type: ignore[no-any-return]
 
 
 def _mixed_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     generator = seeded_generator(seed)
     images = torch.randn(4, 1, 8, 8, generator=generator, dtype=dtype)
-    words, labels = (torch.randint(most, (n,), generator=generator) for most, n in ((20, 12), (4, 4)))
+    words, labels = (torch.randint(most, (n,), generator=generator) for most, n in ((12, 12), (4, 4)))
     return images, words, torch.tensor([0, 2, 5, 9]), labels
 
 

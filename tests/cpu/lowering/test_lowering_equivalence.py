@@ -35,8 +35,9 @@ LARGER = [SHORT[name] for name in ("cnn_with_dropout", "dlrm", "transformer_with
 def test_a_compiled_fleet_trains_and_evaluates_like_one_on_aten(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout: masks are drawn in compiled code, and a single other one would show. With sums over bags:
-    the forward pass alone is lowered by a way of its own."""
+    """With dropout: masks are drawn in compiled code, and a single other one would show. With pools, whose
+    gradients go to the same places. With sums over bags: the forward pass alone is lowered by a way of its
+    own."""
     kernels = KernelCache()  # of no other test
     monkeypatch.setattr(build_module, "_kernels", lambda deterministic: kernels)
     compiled, on_aten = fleet_of(workload, "inductor"), fleet_of(workload, "aten")
@@ -46,25 +47,6 @@ def test_a_compiled_fleet_trains_and_evaluates_like_one_on_aten(
     assert compiled.evaluate(batches) == {
         member: pytest.approx(metrics, rel=10 * BOUND) for member, metrics in expected.items()
     }
-
-
-@pytest.mark.slow
-def test_pools_in_compiled_steps_take_the_same_places() -> None:
-    """One without overlap, one with overlap and padding; a tie would go to the first of them."""
-    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)).relu()
-
-    def losses(lowering: str) -> list[Tensor]:
-        members = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            pools = (nn.MaxPool2d(2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
-            model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *pools, nn.Flatten(), nn.Linear(16, 2))
-            members.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-        fleet = tm.Fleet(members, lambda m, x: m(x).square().mean(), images, lowering=lowering)
-        return [fleet.step(images).clone() for _ in range(4)]
-
-    for found, expected in zip(losses("inductor"), losses("aten"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
 
 
 # ---- what a step is given --------------------------------------------------------------------------------
