@@ -22,6 +22,8 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Folders of installed packages whose modules are not compiled ahead, as a regular expression.
 LEFT_OUT = r"/tests/|/transformers/models/"
+OWN_FOLDERS = ("src", "benchmarks")
+"""Modules of this repository that processes import again and again; they are used from where they are."""
 
 
 def has_gpu() -> bool:
@@ -107,12 +109,12 @@ def install_torch(python: Path, gpu: bool) -> None:
 
 
 def compile_modules(python: Path) -> subprocess.Popen[bytes]:
-    """Start to compile what is installed by now, on all cores: where nothing may write bytecode later, every
+    """Start to compile what is there by now, on all cores: where nothing may write bytecode later, every
     process would compile torch anew. Tests of other packages and transformers' models are left out: few are
     imported. Files that are no Python for this version, which packages may have, stay as they are.
     """
-    installed = python.parents[1] / "lib"
-    command = [str(python), "-m", "compileall", "-qq", "-j", "0", "-x", LEFT_OUT, str(installed)]
+    folders = [str(python.parents[1] / "lib"), *OWN_FOLDERS]
+    command = [str(python), "-m", "compileall", "-qq", "-j", "0", "-x", LEFT_OUT, *folders]
     return subprocess.Popen(command)
 
 
