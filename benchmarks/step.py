@@ -20,7 +20,7 @@ from .cases import PAPER, find_case, split, to_device, workloads_named
 from .environment import choose_device, describe
 from .processes import Together, guarded_rows, isolated, mps_daemon, run_together, streamed
 from .records import Results
-from .timing import seconds_of, summary, time_blocks, used_bytes
+from .timing import longest_kernels, seconds_of, summary, time_blocks, used_bytes
 from .ways import WAYS, Setup, prepare_eager
 
 MPS = "mps"
@@ -46,6 +46,8 @@ class StepJob:
     block_seconds: float = 0.3
     fleet: Mapping[str, Any] | None = None
     optimizer: str = "adamw"
+    num_kernels: int = 0
+    """To list, the longest first."""
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +81,8 @@ def measure(job: StepJob, turn: Any = None) -> Iterator[dict[str, Any]]:
             turn.wait()
         seconds = time_blocks(step, batches, job.device, job.num_blocks, job.block_seconds)
         row |= {**summary(seconds, count), "last_losses": step(batches[0]).tolist()}
+        if job.num_kernels:
+            row["kernels"] = longest_kernels(step, batches, job.device, job.num_kernels, count)
         if job.device.type == "cuda":
             row["reserved_bytes"] = torch.cuda.max_memory_reserved(job.device)
             if turn is None:
@@ -210,6 +214,7 @@ def command(
     at_once: Annotated[
         int, typer.Option(min=1, help="Build so many measurements side by side, then time one after another.")
     ] = 1,
+    kernels: Annotated[int, typer.Option(min=0, help="List so many of a step's kernels, longest first.")] = 0,
     out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
         "runs/bench/step.json"
     ),
@@ -227,7 +232,10 @@ def command(
     if at_once > 1 and MPS in chosen:
         raise typer.BadParameter(f"expected 1 with the way {MPS}; got {at_once}", param_hint="--at-once")
     jobs = [
-        StepJob(workload, batch_size, int(width), way, place, blocks, block_seconds, arguments)
+        StepJob(
+            *(workload, batch_size, int(width), way, place, blocks, block_seconds, arguments),
+            num_kernels=kernels,
+        )
         for workload in workloads_named(workloads)
         for width in split(widths)
         for way in chosen

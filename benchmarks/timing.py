@@ -13,6 +13,7 @@ import torch
 
 MIN_WARMUP_STEPS, MAX_WARMUP_STEPS = 20, 40
 """A fleet looks at its members before each of its first 16 steps, which may take a tenth of their time."""
+MAX_KERNEL_NAME = 120
 SETTLED_RATIO = 1.5
 """Warming up ends when two steps in a row took at most this many times the fastest one."""
 
@@ -90,6 +91,34 @@ def time_iterations(
         mark.record()
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)], num_warmed
+
+
+def longest_kernels(
+    step: Callable[[Any], Any], batches: Sequence[Any], device: torch.device, count: int, num_members: int
+) -> list[dict[str, Any]]:
+    """Kernels by their milliseconds per member and step, on a CPU operators: the longest, and all others."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for batch in batches:
+            step(batch)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    share = len(batches) * num_members
+    kernels = sorted(
+        (
+            {
+                "name": event.key[:MAX_KERNEL_NAME],
+                "calls": event.count / len(batches),
+                "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / share,
+            }
+            for event in profile.key_averages()
+        ),
+        key=lambda kernel: -kernel["ms"],
+    )
+    rest = [kernel for kernel in kernels[count:] if kernel["ms"] > 0]
+    others = {name: sum(kernel[name] for kernel in rest) for name in ("calls", "ms")}
+    return [*kernels[:count], {"name": f"{len(rest)} others", **others}]
 
 
 def summary(step_seconds: Sequence[float], num_members: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_step_measures_every_way_keeps_other_rows_and_reports_them(tmp_path: Pat
     for row in found:
         assert 0 < row["min_ms"] <= row["median_ms"] <= row["max_ms"]
         assert row["first_losses"] == pytest.approx(found[0]["first_losses"], rel=0.02)
-    run(*words, "--widths", "2,1", "--ways", "eager", "--at-once", "2")
+    run(*words, "--widths", "2,1", "--ways", "eager", "--at-once", "2", "--kernels", "3")
     document = json.loads(out.read_text(encoding="utf-8"))
     assert [(row["way"], row["width"], row["run"]) for row in document["rows"]] == [
         *(("eager_vmap", 2, 0), ("trainmux", 2, 0), ("eager", 2, 1), ("eager", 1, 1))
@@ -62,6 +62,11 @@ def test_step_measures_every_way_keeps_other_rows_and_reports_them(tmp_path: Pat
     assert [row["built_beside"] for row in document["rows"]] == [0, 0, 1, 1]
     shown = run("report", str(out), "--chart", str(tmp_path / "step.svg"))
     assert "How many times faster trainmux is" in shown
+    assert "Kernels of 2 × small:mlp, eager" in shown
+    for row in document["rows"][2:]:
+        times = [kernel["ms"] for kernel in row["kernels"][:-1]]
+        assert times == sorted(times, reverse=True)
+        assert 0 < times[-1] < times[0] < 100 * row["max_ms"]
     assert "<svg" in (tmp_path / "step.svg").read_text(encoding="utf-8")
 
 
