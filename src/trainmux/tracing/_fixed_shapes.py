@@ -9,15 +9,11 @@ numbers on the device, and stays.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from trainmux.tracing._torch_private import replaced
 
 
 def fixed_shape_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -26,20 +22,6 @@ def fixed_shape_decompositions() -> dict[Any, Callable[..., Any]]:
         torch.ops.aten.index_put.default: _written_by_mask,
         torch.ops.aten._grouped_mm.default: _grouped_product,
     }
-
-
-@contextmanager
-def grouped_products() -> Iterator[None]:
-    """While active, transformers multiplies groups of rows by torch's operator, in every precision.
-
-    It has a loop on the host in its place for code that is compiled and computes in single precision.
-    """
-    library = sys.modules.get("transformers.integrations.moe")
-    if hasattr(library, "_can_use_grouped_mm"):
-        with replaced(library, _can_use_grouped_mm=lambda *args: True):
-            yield
-    else:
-        yield
 
 
 def _written_by_mask(

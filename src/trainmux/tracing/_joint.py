@@ -36,7 +36,7 @@ from trainmux.tracing._effects import (
     state_error,
     watched_lines,
 )
-from trainmux.tracing._fixed_shapes import fixed_shape_decompositions, grouped_products
+from trainmux.tracing._fixed_shapes import fixed_shape_decompositions
 from trainmux.tracing._passes import (
     drop_constant_masks,
     graph_constant,
@@ -72,6 +72,7 @@ from trainmux.tracing._torch_private import (
     traced_tensor,
     tracing_thread,
 )
+from trainmux.tracing._transformers import transformers_as_in_eager
 from trainmux.tracing._wider import extends_by_zeros
 
 LossFunction = Callable[[Any, Any], Any]
@@ -312,7 +313,7 @@ class _Call:
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         quiet, regions = ignored_warnings(), checkpoint_regions(mark)
-        with quiet, mode, tracing_thread(), own_composites(), grouped_products(), regions:
+        with quiet, mode, tracing_thread(), own_composites(), transformers_as_in_eager(), regions:
             return tracer(*fakes)
 
     def once(self, *flat: Tensor) -> list[Any]:

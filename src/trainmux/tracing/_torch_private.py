@@ -488,6 +488,8 @@ def outside_of_tracing() -> AbstractContextManager[Any]:
 def traced_node(value: Tensor) -> fx.Node | None:
     """The node that the innermost running ``make_fx`` has for a tensor; ``None`` for a constant."""
     mode = get_proxy_mode()
+    if isinstance(value, FunctionalTensor):
+        value = traced_tensor(value)
     slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     return None if slot is None else slot.proxy.node
 

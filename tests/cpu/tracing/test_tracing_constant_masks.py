@@ -98,6 +98,26 @@ def test_python_may_read_what_is_the_same_in_every_step() -> None:
     assert_equals_torch(Asks(), square_loss, torch.ones(2, 5, 3, dtype=torch.float64))
 
 
+def test_transformers_leaves_out_the_masks_that_it_leaves_out_in_plain_torch() -> None:
+    """It may look at masks that are the same in every step, but not at the batch."""
+    masks = pytest.importorskip("transformers.masking_utils")
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            whole = torch.ones(x.shape[:2], device=x.device)
+            if not masks.is_tracing(None) and not masks.is_tracing(whole) and whole.all():
+                x = x * 2
+            if masks.is_tracing(x) or (x > 0).all():
+                x = x * 3
+            return self.layer(x)
+
+    assert_equals_torch(Asks(), square_loss, torch.ones(2, 5, 3, dtype=torch.float64))
+
+
 def test_python_may_not_read_what_depends_on_the_batch() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return square_loss(model, x) * (2 if (x > 0).all() else 3)
