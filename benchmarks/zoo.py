@@ -20,7 +20,6 @@ from fnmatch import fnmatch
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import typer
@@ -56,9 +55,7 @@ MAX_TIMES_ROUNDING = 10.0
 """Errors may be this many times what it makes to change weights by the last bit of the precision it computes
 in: where a model divides by next to nothing, or chooses among equals, rounding is not small."""
 
-AS_COMPILED = "right as compiled"
-"""The model computes something else where ``torch.compiler.is_compiling()``, which is what a fleet trains."""
-VERDICTS = ("right", AS_COMPILED, "wrong", "not fused", "not captured", "refused", "failed", "absent")
+VERDICTS = ("right", "wrong", "not fused", "not captured", "refused", "failed", "absent")
 
 ZOO: tuple[Architecture, ...] = (
     *(Architecture(f"classic:{name}", "classic", build) for name, build in CLASSIC.items()),
@@ -89,7 +86,7 @@ def measure(name: str, width: int, device: str) -> dict[str, Any]:
     except _MissingError as error:
         return {**row, "verdict": "absent", "message": str(error)}
     found = _judged(*built, optimizer, width, torch.device(device))
-    if found["verdict"] in ("refused", "not captured", AS_COMPILED) and name in REMEDIES:
+    if found["verdict"] in ("refused", "not captured") and name in REMEDIES:
         text, build = REMEDIES[name]
         torch.manual_seed(0)
         remedied = _judged(*build(), optimizer, width, torch.device(device))
@@ -141,8 +138,7 @@ def _judged(
         lines = str(error).strip().splitlines()
         return {**row, "verdict": "refused", "refusal": type(error).__name__, "message": lines[0]}
     if not _is_close(row, row["loss_error"], row["update_error"]):
-        is_close = _is_close(row, *row["errors_as_compiled"])
-        verdict = AS_COMPILED if is_close else "wrong"
+        verdict = "wrong"
         row["message"] = f"loss error {row['loss_error']:.2g}, update error {row['update_error']:.2g}"
     elif row["num_groups"] > 1 or row["unfused_because"]:
         verdict = "not fused"
@@ -176,9 +172,7 @@ def _compared(
             each.set_experts_implementation("batched_mm")
     dtype, precision, begin, dtypes = torch.float64, "fp64", double, _Dtypes()
 
-    def plain(
-        begin: Sequence[nn.Module], loss: Callable[..., Tensor] = loss
-    ) -> tuple[list[nn.Module], list[Tensor]]:
+    def plain(begin: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
         return _trained_alone(begin, loss, _placed(batch, device, dtype), optimizer, device)
 
     try:
@@ -216,20 +210,7 @@ def _compared(
         eps = torch.finfo(torch.float32 if dtypes.has_single else torch.float64).eps
         again, losses = plain([_nudged(model, eps) for model in begin])
         row["rounding"] = max(map(_error, losses, theirs)), _update_error(begin, alone, again)
-        alone, theirs = plain(begin, _as_compiled(loss))
-        fused = [member.model for member in members]
-        row["errors_as_compiled"] = max(map(_error, ours, theirs)), _update_error(begin, alone, fused)
     return row
-
-
-def _as_compiled(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Tell the model's code that it is being compiled, as a fleet does while it traces."""
-
-    def told(model: nn.Module, batch: Any) -> Tensor:
-        with mock.patch.object(torch.compiler, "_is_compiling_flag", new=True):
-            return loss(model, batch)
-
-    return told
 
 
 def _nudged(model: nn.Module, eps: float) -> nn.Module:

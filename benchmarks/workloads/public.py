@@ -263,11 +263,11 @@ _TASKS = (
 )
 
 
-def _transformer(task: _Task, name: str, **settings: Any) -> tuple[nn.Module, Loss, Any]:
+def _transformer(task: _Task, name: str) -> tuple[nn.Module, Loss, Any]:
     import transformers
 
     config = _shrunk(transformers.CONFIG_MAPPING[name], **_OWN.get(name, {}))
-    model = getattr(transformers, task.auto).from_config(config, **settings)
+    model = getattr(transformers, task.auto).from_config(config)
     return model, _loss_of_output, task.batch(config)
 
 
@@ -403,12 +403,6 @@ def _with_batched_experts(name: str) -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
-def _with_eager_attention(name: str) -> tuple[nn.Module, Loss, Any]:
-    build: Any = _named(name).build
-    made: tuple[nn.Module, Loss, Any] = build(attn_implementation="eager")
-    return made
-
-
 def _with_smaller_images(name: str, side: int) -> tuple[nn.Module, Loss, Any]:
     import timm
 
@@ -429,10 +423,6 @@ def _remedies() -> dict[str, Remedied]:
             each.name: (switch, partial(_with_batched_experts, each.name))
             for each in ARCHITECTURES
             if each.family in ("mixture of experts", "state space and recurrent")
-        },
-        **{  # without it some versions of transformers leave the causal mask out unless they are compiled
-            name: ("from_config(..., attn_implementation='eager')", partial(_with_eager_attention, name))
-            for name in ("transformers:doge", "transformers:umt5")
         },
         fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
         "timm:sequencer2d_s": ("images of 56 pixels", partial(_with_smaller_images, "sequencer2d_s", 56)),
