@@ -82,10 +82,10 @@ def measure(name: str, width: int, device: str) -> dict[str, Any]:
     try:
         with _installed():
             torch.manual_seed(0)
-            built = architecture.build()
+            model, loss, batch = architecture.build()
     except _MissingError as error:
         return {**row, "verdict": "absent", "message": str(error)}
-    found = _judged(*built, optimizer, width, torch.device(device))
+    found = _judged(model.train(), loss, batch, optimizer, width, torch.device(device))
     if found["verdict"] in ("refused", "not captured") and name in REMEDIES:
         text, build = REMEDIES[name]
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def _judged(
     width: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    models = [scaled(model.train(), number) for number in range(width)]
+    models = [scaled(model, number) for number in range(width)]
     row: dict[str, Any] = {"num_parameters": sum(parameter.numel() for parameter in model.parameters())}
     try:
         row |= _compared(models, loss, batch, optimizer, device)

@@ -403,6 +403,61 @@ def _with_batched_experts(name: str) -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
+def _without_mask(name: str) -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = _named(name).build()
+    del batch["attention_mask"]
+    return model, loss, batch
+
+
+def _without_ranges(name: str) -> tuple[nn.Module, Loss, Any]:
+    """Ranges of activations are collected by modules in training mode, which read them to find the first."""
+    model, loss, batch = _named(name).build()
+    for module in model.train().modules():
+        if type(module).__name__ == "QuantAct":
+            module.eval()
+    return model, loss, batch
+
+
+def _with_fixed_seeds(name: str) -> tuple[nn.Module, Loss, Any]:
+    """A layer keeps a new seed in every call, to repeat its dropout in the backward pass."""
+    model, loss, batch = _named(name).build()
+    for module in model.modules():
+        if type(module).__name__ == "ReformerLayer":
+            layer: Any = module
+            layer.attention_seed = layer.feed_forward_seed = 0
+            layer._init_attention_seed = layer._init_feed_forward_seed = _do_nothing
+    return model, loss, batch
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _with_experts_in_fixed_shapes(name: str) -> tuple[nn.Module, Loss, Any]:
+    """A row for each token and each expert that it chose; the model's own code splits rows by expert."""
+    model, loss, batch = _named(name).build()
+    for module in model.modules():
+        part: Any = module
+        if type(module).__name__ == "JetMoeTopKGating":
+            part.forward = partial(_route, module)
+        elif type(module).__name__ == "JetMoeParallelExperts":
+            part.forward = partial(_multiply, module)
+    return model, loss, batch
+
+
+def _route(router: Any, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Rows, the token, gate and expert of each, and the router's logits."""
+    logits = router.layer(tokens).float()
+    largest, experts = logits.topk(router.top_k, dim=1)
+    rows = torch.arange(experts.numel(), device=tokens.device)
+    gates = torch.softmax(largest, dim=1).type_as(tokens)
+    return rows, rows // router.top_k, gates.flatten(), experts.flatten(), logits
+
+
+def _multiply(experts: Any, rows: Tensor, expert: Tensor) -> Tensor:
+    return torch.bmm(experts.weight[expert], rows.unsqueeze(-1)).squeeze(-1)
+
+
 def _with_smaller_images(name: str, side: int) -> tuple[nn.Module, Loss, Any]:
     import timm
 
@@ -417,6 +472,8 @@ def _named(name: str) -> Architecture:
 def _remedies() -> dict[str, Remedied]:
     whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
     fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
+    led, ibert = "transformers:led", "transformers:ibert"
+    reformer, jetmoe = "transformers:reformer", "transformers:jetmoe"
     switch = "model.set_experts_implementation('batched_mm')"
     return {
         **{
@@ -424,6 +481,10 @@ def _remedies() -> dict[str, Remedied]:
             for each in ARCHITECTURES
             if each.family in ("mixture of experts", "state space and recurrent")
         },
+        jetmoe: ("experts in fixed shapes", partial(_with_experts_in_fixed_shapes, jetmoe)),
+        led: ("leave out attention_mask", partial(_without_mask, led)),
+        ibert: ("module.eval() of each QuantAct", partial(_without_ranges, ibert)),
+        reformer: ("fixed seeds", partial(_with_fixed_seeds, reformer)),
         fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
         "timm:sequencer2d_s": ("images of 56 pixels", partial(_with_smaller_images, "sequencer2d_s", 56)),
         prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),

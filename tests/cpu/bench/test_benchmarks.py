@@ -157,6 +157,14 @@ def test_zoo_judges_models_against_plain_torch(tmp_path: Path, name: str) -> Non
         zoo.refresh(json.loads(out.read_text()), page)
 
 
+@pytest.mark.extensive
+@pytest.mark.parametrize("name", ["ibert", "jetmoe", "led", "reformer"])
+def test_zoo_tries_the_remedy_of_a_refusal(name: str) -> None:
+    pytest.importorskip("transformers")
+    row = zoo.measure(f"transformers:{name}", 2, "cpu")
+    assert (row["verdict"], row["with_remedy"]) == ("refused", "right"), row
+
+
 @pytest.mark.slow
 def test_zoo_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     out = tmp_path / "zoo.json"
