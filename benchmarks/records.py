@@ -19,7 +19,7 @@ KEYS = {
     "plans": ("workload", "batch_size", "width", "share", "policy"),
     "zoo": ("model", "width"),
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
-    "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
+    "search": ("model", "way", "trials", "min_epochs", "max_epochs", "slots", "seed"),
     "studies": ("storage", "slots", "epochs", "batch_size"),
     "storages": ("storage", "workers"),
     "chaos": ("storage", "trials", "kills", "outages", "seed"),

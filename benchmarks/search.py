@@ -107,14 +107,14 @@ def member(trial: Any, kind: str, side: int, device: torch.device) -> tm.Member:
     return tm.Member(model, torch.optim.AdamW(model.parameters(), **settings, fused=device.type == "cuda"))
 
 
-def make_study(seed: int) -> Any:
-    """Random configurations, pruned by successive halving."""
+def make_study(seed: int, min_epochs: int) -> Any:
+    """Random configurations, pruned by successive halving from ``min_epochs`` on."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(
         sampler=optuna.samplers.RandomSampler(seed),
-        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=min_epochs, reduction_factor=3),
     )
 
 
@@ -124,19 +124,21 @@ def run(
     data: str,
     trials: int,
     slots: int,
-    max_epochs: int,
+    epochs: tuple[int, int],
     batch: int,
     seed: int,
     device: str,
     lowering: str,
+    limit_s: float,
 ) -> dict[str, Any]:
-    """One whole search, tracing and compilation included."""
+    """One whole search, tracing and compilation included; one by one, no trial begins after ``limit_s``."""
     import optuna
 
     where = torch.device(device)
     train, held_out = images_of(data, where)
     side = train[0].shape[-1]
-    batches, study = Shuffled(train, batch), make_study(seed)
+    min_epochs, max_epochs = epochs
+    batches, study = Shuffled(train, batch), make_study(seed, min_epochs)
     begin = time.perf_counter()
     if way == "trainmux":
         tm.optuna.optimize(
@@ -173,13 +175,16 @@ def run(
                     raise optuna.TrialPruned
             return value
 
-        study.optimize(objective, n_trials=trials)
+        study.optimize(objective, n_trials=trials, timeout=limit_s)
     seconds = time.perf_counter() - begin
     done = study.get_trials(deepcopy=False)
+    trained = sum(len(trial.intermediate_values) for trial in done)
     return {
         "seconds": seconds,
+        "ended": len(done),
         "trials_per_hour": 3600 * len(done) / seconds,
-        "epochs": sum(len(trial.intermediate_values) for trial in done),
+        "epochs": trained,
+        "epochs_per_second": trained / seconds,
         "complete": sum(trial.state.name == "COMPLETE" for trial in done),
         "pruned": sum(trial.state.name == "PRUNED" for trial in done),
         "failed": sum(trial.state.name == "FAIL" for trial in done),
@@ -193,11 +198,13 @@ def command(
     ways: Annotated[str, typer.Option(help="Ways to run the search, with commas.")] = ",".join(WAYS),
     trials: int = 200,
     slots: int = 64,
+    min_epochs: Annotated[int, typer.Option(min=1, help="Epochs before a trial may be pruned.")] = 1,
     max_epochs: int = 27,
     batch: int = 32,
     seeds: Annotated[int, typer.Option(help="Searches for each way.")] = 1,
     device: str = "auto",
     lowering: Annotated[str, typer.Option(help="Of the fleet: auto, aten or inductor.")] = "auto",
+    time_limit: Annotated[float, typer.Option(help="Seconds in which trials one by one begin.")] = 3600.0,
     out: Annotated[Path | None, typer.Option(help="Results as JSON.")] = None,
 ) -> None:
     """Compare trials per hour of a search through a fleet's slots with the same search one by one."""
@@ -206,18 +213,20 @@ def command(
     table: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         for way in ways.split(","):
-            row = run(way, model, data, trials, slots, max_epochs, batch, seed, where, lowering)
+            epochs = min_epochs, max_epochs
+            row = run(way, model, data, trials, slots, epochs, batch, seed, where, lowering, time_limit)
             table.setdefault(way, []).append(row)
             if found is not None:
                 about = {"model": model, "data": data, "way": way, "trials": trials, "seed": seed}
-                how = {"max_epochs": max_epochs, "slots": slots, "batch_size": batch, "lowering": lowering}
-                found.add({**about, **how, **row})
+                how = {"slots": slots, "batch_size": batch, "lowering": lowering}
+                found.add({**about, "min_epochs": min_epochs, "max_epochs": max_epochs, **how, **row})
             print(
                 f"{way}, seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()),
                 flush=True,
             )
     for way, rows in table.items():
-        rates = [row["trials_per_hour"] for row in rows]
-        print(
-            f"{way:12} {statistics.median(rates):10.0f} trials/h, best {min(row['best'] for row in rows):.4f}"
+        trials_per_hour, per_second = (
+            statistics.median(row[name] for row in rows) for name in ("trials_per_hour", "epochs_per_second")
         )
+        best = min(row["best"] for row in rows)
+        print(f"{way:12} {trials_per_hour:10.0f} trials/h, {per_second:.1f} epochs/s, best {best:.4f}")
