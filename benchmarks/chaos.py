@@ -60,6 +60,7 @@ class Run:
     between_s: float = 4.0
     heartbeat: float = 1.0
     seed: int = 0
+    lowering: str = "auto"
 
     @property
     def store(self) -> Path:
@@ -142,6 +143,7 @@ def work(run: Run, pause_s: float) -> None:
         callbacks=[Notes(run.notes, run.epoch_s)],
         progress=False,
         device="cpu",
+        lowering=run.lowering,
     )
 
 

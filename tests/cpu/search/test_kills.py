@@ -13,9 +13,8 @@ from benchmarks.chaos import Run, execute, is_as_promised
 
 @pytest.mark.slow
 def test_five_kills_lose_no_trial(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path / "run", "journal", trials=16, kills=5, slots=4, epoch_s=0.25, between_s=1.5, heartbeat=0.5
-    )
+    often = {"epoch_s": 0.1, "between_s": 0.7, "heartbeat": 0.5}
+    run = Run(tmp_path / "run", "journal", trials=16, kills=5, slots=4, lowering="aten", **often)
     found = execute(run)
     assert is_as_promised(run, found), found
     assert found["fail"] > 0, "kills hit trials that were running"
