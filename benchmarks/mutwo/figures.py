@@ -155,9 +155,12 @@ def _panels(
             colour = COLOURS[(*PLANNED, HFTA).index(way)]
             axes.plot(*zip(*points, strict=True), marker="o", ms=4, label=_LABELS[way], color=colour)
         axes.set_title(title, fontsize=9)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(height for points in panel.values() for _, height in points) or 1)
         axes.set_xticks(sorted({members for points in panel.values() for members, _ in points}))
-    figure.axes[0].legend(frameon=False, fontsize=7)
+    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False, fontsize=7
+    )
     figure.supxlabel("models", fontsize=9)
     figure.supylabel(label, fontsize=9)
     return figure
