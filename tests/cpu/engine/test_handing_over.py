@@ -14,6 +14,8 @@ from trainmux.ir import Multiplexing, Phase
 from trainmux.profiling import KernelGraph, PassingPlace
 from trainmux.sizes import round_up
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def cnn_graph() -> KernelGraph:
     return case_of("residual", (2,)).graphs[0]

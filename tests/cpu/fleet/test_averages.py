@@ -16,6 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainmux import EMA, SWA, Fleet, Member
 from trainmux.errors import ConfigError, MemberError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 PASS = BATCHES[:4]
 NUM_EPOCHS = 4
 

@@ -276,6 +276,7 @@ class Layered(nn.Module):
         return self.last(self.layers(self.first(x).reshape(-1, 4, 2)).flatten(1))
 
 
+@pytest.mark.usefixtures("built_once")
 def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in plain torch, in training and evaluation. A number that changes while they train is used from the
     next step on, without another program: bitwise as in a fleet that is built with it."""
@@ -317,6 +318,7 @@ def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPa
     assert_same_states(states_of(live), states_of(other))
 
 
+@pytest.mark.usefixtures("built_once")
 def test_dropout_probabilities_draw_what_a_fleet_of_one_draws() -> None:
     """Counters are a member's own, so each draws what it would by itself."""
     rates = (0.1, 0.25, 0.5)
@@ -335,6 +337,7 @@ def test_dropout_probabilities_draw_what_a_fleet_of_one_draws() -> None:
     assert len(dropped.unique()) == 3
 
 
+@pytest.mark.usefixtures("built_once")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_numbers_as_inputs_round_as_literals_do(precision: str) -> None:
     """A fleet of one has literals; its results in lower precision are those of a fleet with inputs."""
@@ -367,6 +370,7 @@ def test_a_number_in_which_all_agreed_becomes_free(monkeypatch: pytest.MonkeyPat
         assert work["fusions"] == num_fusions
 
 
+@pytest.mark.usefixtures("built_once")
 def test_members_come_go_and_evaluate_with_numbers_of_their_own() -> None:
     def make(number: int) -> tm.Member:
         return member_of(number, loss_of(temperature=1.0 + number), alpha=1.0 + number)
@@ -388,6 +392,7 @@ def test_members_come_go_and_evaluate_with_numbers_of_their_own() -> None:
         assert scores[str(member.name)]["loss"] == pytest.approx(plain, rel=1e-12)
 
 
+@pytest.mark.usefixtures("built_once")
 def test_batches_of_another_size_use_the_members_numbers() -> None:
     def make(number: int) -> tm.Member:
         return member_of(number, loss_of(smoothing=0.1 * (number + 1)))
@@ -396,6 +401,7 @@ def test_batches_of_another_size_use_the_members_numbers() -> None:
     assert_trains_alone(fleet_of(map(make, range(3))), make, batches)
 
 
+@pytest.mark.usefixtures("built_once")
 def test_a_planned_fleet_trains_by_the_members_numbers() -> None:
     def make(number: int) -> tm.Member:
         return member_of(number, loss_of(weight=0.1 * (number + 1)), alpha=1.0 + number)
@@ -412,6 +418,7 @@ def test_a_planned_fleet_trains_by_the_members_numbers() -> None:
     torch.testing.assert_close(fleet.step(BATCHES[0]), reference.step(BATCHES[0]), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.usefixtures("built_once")
 def test_a_checkpoint_of_members_with_numbers_is_restored(tmp_path: Path) -> None:
     def make() -> list[tm.Member]:
         return [member_of(number, dropout=0.1 * (number + 1)) for number in range(2)]
