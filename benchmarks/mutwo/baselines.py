@@ -134,8 +134,8 @@ def _tried(make: Callable[[], Step], batches: Sequence[Any], protocol: Protocol)
 
 
 def _release() -> None:
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -5,7 +5,6 @@ Callbacks would see every iteration, but a job with callbacks waits for them bet
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,6 @@ def run_phases(
         watch.join()
     records, num_phases, error = watch.records, watch.num_phases, error or watch.error
     del colocation, endless, watch
-    gc.collect()
     release_cached(options.where)
     # The fleets hold their own tensors again, which they did not while they were co-located.
     outside = used_bytes(options.where) - sum(job.state_bytes for job in jobs)

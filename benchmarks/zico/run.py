@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +42,6 @@ def measured(options: ZicoOptions, regions: Mapping[str, int], cells: Sequence[C
         waiting = {cell.way: cell for cell in alike}
         first = next(iter(waiting.values()))
         for ways, measure in _plan(first, list(waiting), JobsBench(first, build, options), build, regions):
-            gc.collect()
             release_cached(options.where)
             for row in guarded_rows(measure()):
                 if "error" not in row:
