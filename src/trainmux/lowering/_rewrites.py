@@ -61,8 +61,10 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
 
 def _replace_row_sums(graph: fx.Graph, rows: fx.Node, dim: int, hit: fx.Node) -> None:
     """Sums of ``rows`` times a factor per row: along ``dim``, a row is ``hit`` in one place, and zeros."""
+    from_end = dim - rows.meta["val"].dim()
     for product in [user for user in rows.users if user.target is aten.mul.Tensor]:
         whole = product.meta["val"]
+        dim = whole.dim() + from_end  # the product of rows that all members share has one dimension more
         factors = [
             each
             for each in product.all_input_nodes
@@ -71,7 +73,9 @@ def _replace_row_sums(graph: fx.Graph, rows: fx.Node, dim: int, hit: fx.Node) ->
             and value.dtype == whole.dtype
         ]
         for total in [user for user in product.users if user.target is aten.sum.dim_IntList and factors]:
-            if total.args[1:] in (([dim], True), ([dim - whole.dim()], True)) and not total.kwargs:
+            if total.meta["val"].dtype != whole.dtype:
+                continue  # sums of short integers are long
+            if total.args[1:] in (([dim], True), ([from_end], True)) and not total.kwargs:
                 with graph.inserting_before(total), whole.fake_mode:
                     alone = insert_call(graph, total, aten.mul.Tensor, (factors[0], hit))
                 total.replace_all_uses_with(alone)

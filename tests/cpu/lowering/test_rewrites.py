@@ -73,18 +73,38 @@ def test_rows_of_one_value_need_no_sum(dim: int, rest: float) -> None:
 
 
 def test_sums_of_other_rows_stay() -> None:
-    """One factor per element, and a sum over the other dimension."""
+    """One factor per element, a sum over the other dimension, and one over rows that members share."""
 
-    def function(like: Tensor, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    def function(like: Tensor, index: Tensor, factor: Tensor, by_column: Tensor) -> tuple[Tensor, ...]:
         rows = scatter_into_constant(1, -1.0, 0.0)(like, index)
-        return (rows * like).sum(1, keepdim=True), (rows * factor).sum(0, keepdim=True)
+        sums = (rows * like).sum(1, keepdim=True), (rows * factor).sum(0, keepdim=True)
+        return *sums, (rows * by_column).sum(1, keepdim=True)
 
-    given = torch.randn(3, 5), torch.tensor([[1], [4], [0]]), torch.randn(3, 1)
+    given = torch.randn(3, 5), torch.tensor([[1], [4], [0]]), torch.randn(3, 1), torch.randn(2, 1, 5)
     module = traced(function, *given)
     assert compare_instead_of_scatter(module.graph) == 1
     module.recompile()
     for got, expected in zip(module(*given), function(*given), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2, 3, 1)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
+def test_sums_of_rows_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Sums of short integers are long. Rows may be the same for all members, whose factors differ."""
+
+    def function(like: Tensor, index: Tensor, factor: Tensor) -> Tensor:
+        return (scatter_into_constant(1, 1.0, 0.0)(like, index) * factor).sum(-1, keepdim=True)
+
+    given = torch.zeros(3, 5).to(dtype), torch.tensor([[1], [4], [0]]), torch.randn(shape).mul(3).to(dtype)
+    module = traced(function, *given)
+    assert compare_instead_of_scatter(module.graph) == 1
+    module.recompile()
+    got, expected = module(*given), function(*given)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+    sums = module.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert len(sums) == (not dtype.is_floating_point)
 
 
 ROWS = torch.tensor([[1], [2], [0]])
