@@ -379,11 +379,14 @@ class _Call:
     def _gradients(self, loss: Tensor, used: Sequence[Tensor], tangent: Tensor) -> list[Tensor]:
         learning = [tensor for tensor, learns in zip(used, self._learns, strict=True) if learns]
         names = [name for name, learns in zip(self.parameters, self._learns, strict=True) if learns]
+        # A custom backward pass must run even where it leads to no parameter: it may accumulate some itself.
+        known = set(map(id, learning))
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         found = torch.autograd.grad(
-            loss, learning, tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
+            loss, [*learning, *others], tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
         )
         kept = {}
-        for name, tensor, grad in zip(names, learning, found, strict=True):
+        for name, tensor, grad in zip(names, learning, found, strict=False):
             # A custom backward pass that calls ``backward`` itself, as reversible layers do, adds to grad.
             parts = [each for each in (grad, tensor.grad) if each is not None]
             if parts:
@@ -402,6 +405,21 @@ class _Call:
         self.metrics = [str(name) for name in metrics]
         # The clone keeps a metric that is an input or the loss itself a value of its own.
         return [value.detach().clone() for value in metrics.values()]
+
+
+def _leaves(loss: Tensor) -> list[Any]:
+    """Tensors that ``loss.backward()`` would give gradients to."""
+    found, seen = [], set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        left += [each for each, _ in node.next_functions]
+    return found
 
 
 def _refuse_effects(

@@ -130,7 +130,7 @@ class Reversible(torch.autograd.Function):
 
 
 def test_gradients_that_a_custom_backward_pass_accumulates_count() -> None:
-    """Once alone, and once added to what autograd returns for the same weights."""
+    """Added to what autograd returns for the same weights, alone, and where no weight comes before."""
 
     def loss(model: Any, x: Tensor) -> Tensor:
         return (model[2](Reversible.apply(model[1](model[0](x)), model[1]))).square().mean()
@@ -142,6 +142,12 @@ def test_gradients_that_a_custom_backward_pass_accumulates_count() -> None:
         return Reversible.apply(model[0](x), model[1]).square().mean()
 
     assert_equals_torch(nn.Sequential(*layers[:2]), alone, doubles(3, 4))
+
+    def first(model: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        return model[1](Reversible.apply(x, model[0])).square().mean()
+
+    assert_equals_torch(nn.Sequential(*layers[:2]), first, doubles(3, 4))
 
 
 def test_a_loss_of_one_element_strided_parameters_and_a_batch_that_needs_gradients() -> None:
