@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -94,20 +94,44 @@ def streamed(
     *arguments: Any,
     limit_s: float = 600.0,
     variables: Mapping[str, str] | None = None,
-) -> Generator[dict[str, Any], None, None]:
+) -> Iterator[dict[str, Any]]:
     """Give every dict that the generator ``function`` yields in a process of its own, as soon as it does.
 
-    ``error`` and ``detail`` come last where it raised, died or took too long in all. The process starts now,
-    not with the first dict that is asked for.
+    ``error`` and ``detail`` come last where it raised, died or took too long in all.
     """
-    process = _Process(_stream, (function, arguments), limit_s, variables)
+    with closing(_Process(_stream, (function, arguments), limit_s, variables)) as process:
+        yield from iter(process.answer, None)
 
-    def answers() -> Generator[dict[str, Any], None, None]:
-        with closing(process):
-            while (answer := process.answer()) is not None:
-                yield answer
 
-    return answers()
+def in_turns(
+    function: Callable[..., Iterator[dict[str, Any]]],
+    jobs: Sequence[tuple[tuple[Any, ...], Mapping[str, str]]],
+    limit_s: float = 600.0,
+) -> Generator[list[dict[str, Any]], None, None]:
+    """Give the dicts of each job, in order, as `streamed` does; all begin now, and go on one after another.
+
+    A job is arguments and variables. ``function`` gets a semaphore besides, yields a dict, and acquires it
+    before it goes on. Either part may take ``limit_s``; what takes longer to begin ends before any goes on.
+    """
+    with ExitStack() as stack:
+        running = []
+        for arguments, variables in jobs:
+            # No event: its ``set`` would wait for ever for a process that was killed while it waited.
+            turn = get_context("spawn").Semaphore(0)
+            process = _Process(_stream, (function, (*arguments, turn)), limit_s, variables)
+            running.append((stack.enter_context(closing(process)), turn))
+        begun = []
+        for process, _ in running:
+            begun.append(process.answer() or {})
+            if "error" in begun[-1]:
+                process.close()
+        for (process, turn), first in zip(running, begun, strict=True):
+            process.end = monotonic() + limit_s
+            turn.release()
+            rest = [] if "error" in first else iter(process.answer, None)
+            found = [first, *rest]
+            process.close()
+            yield found
 
 
 class _Process:
@@ -151,6 +175,8 @@ class _Process:
 
     def close(self) -> None:
         """End it, and what it started."""
+        if self.answers.closed:
+            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -18,7 +17,7 @@ import typer
 
 from .cases import PAPER, find_case, split, to_device, workloads_named
 from .environment import choose_device, describe
-from .processes import Together, guarded_rows, isolated, mps_daemon, run_together, streamed
+from .processes import Together, guarded_rows, in_turns, isolated, mps_daemon, run_together, streamed
 from .records import Results
 from .timing import longest_kernels, seconds_of, summary, time_blocks, used_bytes
 from .ways import WAYS, Setup, prepare_eager
@@ -65,7 +64,7 @@ class StepJob:
 
 
 def measure(job: StepJob, turn: Any = None) -> Iterator[dict[str, Any]]:
-    """Build, train one step, wait for ``turn`` (an event), time, and check that the members trained."""
+    """Build, train one step, wait for ``turn`` (a semaphore), time, and check that the members trained."""
     if job.way == MPS:
         row = measure_processes(job)
     else:
@@ -78,7 +77,7 @@ def measure(job: StepJob, turn: Any = None) -> Iterator[dict[str, Any]]:
         row = {"first_losses": step(batches[0]).tolist(), "notes": notes}
         yield {**row, "build_s": perf_counter() - begin}
         if turn is not None:
-            turn.wait()
+            turn.acquire()
         seconds = time_blocks(step, batches, job.device, job.num_blocks, job.block_seconds)
         row |= {**summary(seconds, count), "last_losses": step(batches[0]).tolist()}
         if job.num_kernels:
@@ -163,34 +162,31 @@ def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, at_once: 
     """
     for first in range(0, len(jobs), at_once):
         wave = jobs[first : first + at_once]
-        for job, found in zip(wave, _measured(wave, limit_s), strict=True):
-            batch_size = find_case(job.workload, job.batch_size).batch_size
-            name = {"workload": job.workload, "batch_size": batch_size, "width": job.width, "way": job.way}
-            results.add({**name, "fleet": job.fleet, "built_beside": len(wave) - 1, **found})
-            told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
-            print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
+        with closing(_measured(wave, limit_s)) as measured:
+            for job, found in zip(wave, measured, strict=True):
+                size = find_case(job.workload, job.batch_size).batch_size
+                name = {"workload": job.workload, "batch_size": size, "width": job.width, "way": job.way}
+                results.add({**name, "fleet": job.fleet, "built_beside": len(wave) - 1, **found})
+                told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
+                print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
 
 
-def _measured(jobs: Sequence[StepJob], limit_s: float) -> Iterator[dict[str, Any]]:
+def _measured(jobs: Sequence[StepJob], limit_s: float) -> Generator[dict[str, Any], None, None]:
     if len(jobs) == 1 and jobs[0].device.type == "cpu":
         yield _merged(guarded_rows(measure(jobs[0])))
         return
-    turns = [get_context("spawn").Event() if len(jobs) > 1 else None for _ in jobs]
     try:
         with (
             TemporaryDirectory(prefix="step-") as folder,
             mps_daemon() if jobs[0].way == MPS else nullcontext(),
         ):
             caches = [{"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}"} for number in range(len(jobs))]
-            rows = [
-                streamed(measure, job, turn, limit_s=limit_s * (1 if turn is None else 2), variables=cache)
-                for job, turn, cache in zip(jobs, turns, caches, strict=True)
-            ]
-            built = [next(each, {}) for each in rows]
-            for turn, first, rest in zip(turns, built, rows, strict=True):
-                if turn is not None:
-                    turn.set()
-                yield _merged([first, *rest])
+            if len(jobs) == 1:
+                yield _merged(streamed(measure, jobs[0], limit_s=limit_s, variables=caches[0]))
+                return
+            each = [((job,), cache) for job, cache in zip(jobs, caches, strict=True)]
+            with closing(in_turns(measure, each, limit_s)) as found:
+                yield from map(_merged, found)
     except RuntimeError as error:
         yield {"error": str(error)}
 
@@ -210,11 +206,16 @@ def command(
     fleet: Annotated[str, typer.Option(help="Further arguments for Fleet, as a JSON object.")] = "{}",
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps that are timed.")] = 5,
     block_seconds: Annotated[float, typer.Option(help="Seconds of a block.")] = 0.3,
-    limit: Annotated[float, typer.Option(help="Seconds that one measurement may take.")] = 240.0,
+    limit: Annotated[
+        float,
+        typer.Option(help="Seconds that one measurement may take; with --at-once, to build and to be timed."),
+    ] = 240.0,
     at_once: Annotated[
         int, typer.Option(min=1, help="Build so many measurements side by side, then time one after another.")
     ] = 1,
-    kernels: Annotated[int, typer.Option(min=0, help="List so many of a step's kernels, longest first.")] = 0,
+    kernels: Annotated[
+        int, typer.Option(min=0, help="List so many of a step's kernels, longest first; not of mps.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
         "runs/bench/step.json"
     ),

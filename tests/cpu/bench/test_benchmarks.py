@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ import torch
 from benchmarks import zoo
 from benchmarks.__main__ import app
 from benchmarks.cases import find_case
-from benchmarks.processes import guarded, isolated
+from benchmarks.processes import guarded, in_turns, isolated
 from benchmarks.step import StepJob, measure
 from benchmarks.ways import WAYS, Setup
+from turn_work import begin_and_go_on
 from typer.testing import CliRunner
 
 import trainmux as tm
@@ -95,6 +97,30 @@ def fail(error: BaseException) -> dict[str, Any]:
 def test_what_fails_in_its_process_is_recorded() -> None:
     assert guarded(fail, ValueError("no good\nmore"))["error"] == "ValueError: no good"
     assert "status 3" in isolated(sys.exit, 3)["error"]  # whose module is there at once
+
+
+def test_processes_that_take_turns_fail_alone() -> None:
+    """Those that were built while another hung or died are measured, and beside nothing that still runs."""
+    jobs = [((what,), {}) for what in ("works", "hangs", "is killed while it waits", "works")]
+    found = in_turns(begin_and_go_on, jobs, limit_s=4)
+    done = [{"begun": "works"}, {"done": "works"}]
+    assert next(found) == done
+    assert len(active_children()) == 1
+    (slow,), (begun, killed), last = found
+    assert slow == {"error": "no result within 4 s"}
+    assert (begun, killed["error"]) == (
+        {"begun": "is killed while it waits"},
+        "the process ended with status -9 and no result",
+    )
+    assert last == done
+
+
+def test_an_interruption_ends_processes_that_wait_for_their_turn() -> None:
+    found = in_turns(begin_and_go_on, [((what,), {}) for what in ("hangs", "works")], limit_s=60)
+    Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
+    assert not active_children()
 
 
 @pytest.mark.extensive
