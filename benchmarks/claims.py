@@ -103,7 +103,11 @@ def _mean(values: Sequence[float]) -> str:
     if not values:
         return "–"
     spread = f"{_range(values, '.2f')}, " if len(values) > 1 else ""
-    return f"{geometric_mean(values):.2f}× ({spread}{len(values)} of {len(PAPER)} workloads)"
+    return f"{geometric_mean(values):.2f}× ({spread}{_share_of_workloads(len(values))})"
+
+
+def _share_of_workloads(num_measured: int, num_all: int = len(PAPER)) -> str:
+    return f"{num_measured} of {num_all} workloads"
 
 
 def _range(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -140,7 +144,7 @@ def _multiplexing(evidence: Evidence) -> str | None:
         if (turns := found.step(subject, subject.counts[2], "mutwo_turns"))
         if (ring := found.step(subject, subject.counts[2], "mutwo"))
     ]
-    return _range(gains, "+.0%") if gains else None
+    return f"{_range(gains, '+.0%')} ({_share_of_workloads(len(gains))})" if gains else None
 
 
 def _hidden_swaps(evidence: Evidence) -> str | None:
@@ -164,18 +168,20 @@ def _footprint(evidence: Evidence) -> str | None:
 
 def _more_models(evidence: Evidence) -> str | None:
     times = [float(row["times as many"].rstrip("×")) for row in table_d(evidence.mutwo)]
-    return _range(times, ".1f", "×") if times else None
+    return f"{_range(times, '.1f', '×')} ({_share_of_workloads(len(times))})" if times else None
 
 
 def _hours(evidence: Evidence) -> str | None:
-    found, saved = evidence.mutwo, []
+    found, saved = evidence.mutwo, dict[str, list[float]]()
     for subject in found.sizes.subjects:
         if subject.workload in (BERT, VIT):
             for members in subject.counts:
                 hfta, auto = (found.step(subject, members, way) for way in ("hfta", "auto"))
                 if hfta and auto:
-                    saved.append((hfta["step_ms"] - auto["step_ms"]) * 10_000 / 3.6e6)
-    return f"{_range(saved, '.1f')} hours" if saved else None
+                    hours = (hfta["step_ms"] - auto["step_ms"]) * 10_000 / 3.6e6
+                    saved.setdefault(subject.workload, []).append(hours)
+    hours_of_all = [hours for each in saved.values() for hours in each]
+    return f"{_range(hours_of_all, '.1f')} hours ({_share_of_workloads(len(saved), 2)})" if saved else None
 
 
 def _planning(evidence: Evidence) -> str | None:
