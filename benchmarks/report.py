@@ -59,9 +59,9 @@ def step_tables(document: dict[str, Any]) -> dict[str, Any]:
     if "reserved_bytes" in rows:
         tables["Peak memory reserved by torch, GiB"] = by_way("reserved_bytes") / 2**30
     tables["Seconds until the first step is done"] = by_way("build_s")
-    for row in document["rows"]:
+    for row, fleet in zip(document["rows"], rows.fleet, strict=True):
         if "kernels" in row:
-            title = f"Kernels of {row['width']} × {row['workload']}, {row['way']}, ms per member and step"
+            title = f"Kernels of {fleet}, {row['way']}, ms per member and step"
             tables[title] = pd.DataFrame(row["kernels"]).set_index("ms")
     return tables
 

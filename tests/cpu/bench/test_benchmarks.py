@@ -63,7 +63,7 @@ def test_step_measures_every_way_keeps_other_rows_and_reports_them(tmp_path: Pat
     assert [row["built_beside"] for row in document["rows"]] == [0, 0, 1, 1]
     shown = run("report", str(out), "--chart", str(tmp_path / "step.svg"))
     assert "How many times faster trainmux is" in shown
-    assert "Kernels of 2 × small:mlp, eager" in shown
+    assert "Kernels of 2 × small:mlp, batch 4, eager" in shown
     for row in document["rows"][2:]:
         times = [kernel["ms"] for kernel in row["kernels"][:-1]]
         assert times == sorted(times, reverse=True)
