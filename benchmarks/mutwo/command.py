@@ -35,7 +35,9 @@ def command(
     sizes: Annotated[str, typer.Option(help="paper, or small for a CPU.")] = "paper",
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     warmups: Annotated[int, typer.Option(min=2, help="Warm-up iterations, as in §5.2.")] = 100,
-    warmup_seconds: Annotated[float, typer.Option(help="Warming up ends after so long.")] = 10.0,
+    warmup_seconds: Annotated[
+        float, typer.Option(help="Warming up ends after so long, but not before 20 iterations.")
+    ] = 10.0,
     measured: Annotated[int, typer.Option(min=1, help="Iterations of which the median counts.")] = 10,
     plan_seconds: Annotated[float, typer.Option(help="Time limit of a plan.")] = 60.0,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read this file of results.")] = None,
