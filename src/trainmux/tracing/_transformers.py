@@ -1,6 +1,7 @@
-"""What transformers does otherwise in code that is compiled, and should not while it is traced.
+"""While transformers is traced, have it compute as in plain torch, not as in code that is compiled.
 
-Code that looks for it is told that it is being compiled, so that it reads no values. Here that is no reason.
+A trace tells code that asks that it is being compiled, so that it reads no values. transformers then also
+computes in other ways, which need not give the same results.
 """
 
 from __future__ import annotations
