@@ -483,10 +483,10 @@ def check_precision(workload: Workload, precision: str, *, device: str = "cpu") 
 def _errors(exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
     """By tensor the root mean square error of each run, as a share of the tensor's size.
 
-    A bias of a few numbers counts with its layer's weight, whose gradient has the errors of the same backward
-    pass: their sum over the batch may cancel out by accident.
+    A bias of a few numbers counts with its layer's weight, and as much. The weight's gradient has the
+    errors of the same backward pass, whose sum over the batch may cancel out in the bias by accident.
     """
-    shares: dict[str, list[list[Tensor]]] = {}
+    shares: dict[str, list[list[float]]] = {}
     for name, value in {"loss 1": exact.results["loss 1"], **exact.tensors}.items():
         largest = exact.largest_gradients.get(name.partition("/")[0])
         if name in exact.largest_gradients or not value.is_floating_point():
@@ -498,8 +498,11 @@ def _errors(exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
             key = weight if value.numel() < _FEW and weight in exact.tensors else name
             for found, run in zip(shares.setdefault(key, [[] for _ in runs]), runs, strict=True):
                 result = (run.results | run.tensors)[name]
-                found.append(((result.double() - value)[counted] / size).flatten())
-    return {name: [_rms(torch.cat(each)) for each in found] for name, found in shares.items()}
+                found.append(_rms((result.double() - value)[counted]) / size)
+    return {
+        name: [_rms(torch.tensor(each, dtype=torch.float64)) for each in found]
+        for name, found in shares.items()
+    }
 
 
 def _rms(values: Tensor) -> float:
