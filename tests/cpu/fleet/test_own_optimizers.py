@@ -272,6 +272,37 @@ def test_param_groups_have_settings_of_their_own() -> None:
     assert_trains_as_alone(ours, [make(0), make(1)], Fleet(ours, mse, EXAMPLE), BATCHES[:4])
 
 
+def test_a_member_need_not_have_the_settings_that_a_schedule_adds_to_another() -> None:
+    class Unseen(own.Lion):
+        """No other test has had it traced."""
+
+    def make() -> list[Member]:
+        models = [model_of(seed) for seed in range(2)]
+        members = [
+            Member(model, Unseen(model.parameters(), lr=0.01), f"m{i}") for i, model in enumerate(models)
+        ]
+        members[0].scheduler = lr_scheduler.StepLR(members[0].optimizer, 2, 0.5)  # adds "initial_lr"
+        return members
+
+    ours = make()
+    fleet = Fleet(ours, mse, EXAMPLE)
+    assert len(fleet.groups) == 1
+    assert_trains_as_alone(ours, make(), fleet, BATCHES[:4])
+
+
+def test_an_optimizer_may_read_no_setting() -> None:
+    class Constant(own._Own):
+        def update(self, group: dict[str, Any], p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+            p.sub_(grad, alpha=0.125)
+
+    def make() -> list[Member]:
+        model = model_of(0)
+        return [Member(model, Constant(model.parameters()), "a")]
+
+    ours = make()
+    assert_trains_as_alone(ours, make(), Fleet(ours, mse, EXAMPLE), BATCHES[:4])
+
+
 _REFUSED = {
     torch.optim.LBFGS: "step needs 'closure'",
     torch.optim.SparseAdam: "SparseAdam",

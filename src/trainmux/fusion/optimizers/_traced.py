@@ -407,14 +407,18 @@ class TracedUpdate:
         self._existing = [optimizer.state.get(param) for param in group["params"]]
         self._device = examples[0].device if examples else torch.device("cpu")
         self._kinds: dict[tuple[tuple[int, ...], torch.dtype], ShapeUpdate] = {}
-        self.settings = numeric_settings(group)
-        self._pinned = {s.label: float(s.read(group)) for s in self.settings if s.label in pinned}
+        settings = numeric_settings(group)
+        self._pinned = {s.label: float(s.read(group)) for s in settings if s.label in pinned}
         for example, existing in zip(examples, self._existing, strict=True):
             self.kind(tuple(example.shape), example.dtype, existing)
         parts = [
             part for kind in self._kinds.values() for part in _host_parts(kind.values, _operands(kind.tree))
         ]
         self._rows = {part: row for row, part in enumerate(dict.fromkeys(parts), 1)}
+        leaves = {leaf for part in (*self._rows, *self._stand_in.fixed) for leaf in leaves_of(part)}
+        read = {*self._pinned, *(leaf[1] for leaf in leaves if leaf[0] == "setting")}
+        self.settings = tuple(setting for setting in settings if setting.label in read)
+        """The numbers that ``formula`` reads; others may have more, such as a scheduler's ``initial_lr``."""
         self._guards = {
             self._rows[part.guard]
             for kind in self._kinds.values()
@@ -604,7 +608,7 @@ class TracedUpdate:
         """State before the first step, from a member's settings and its parameter."""
         kind = self.of(param)
         columns: dict[Expression, float] = {("steps",): 0.0}
-        columns |= {("setting", setting.label): float(setting.read(settings)) for setting in self.settings}
+        columns |= {("setting", s.label): float(s.read(settings)) for s in numeric_settings(settings)}
 
         def number_of(expression: Expression) -> Tensor:
             number = host_value(expression, columns.__getitem__, {})
@@ -903,8 +907,9 @@ def traced_update(
             if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                 raise UnresolvedError(f"its step needs {name!r}, and a fleet computes the gradients itself")
         group = optimizer.param_groups[number]
-        key = (type(optimizer), step, _constants(optimizer, group), tuple(map(_outline, params)))
         numbers = {setting.label: float(setting.read(group)) for setting in numeric_settings(group)}
+        constants = _constants(optimizer, group)
+        key = (type(optimizer), step, constants, frozenset(numbers), tuple(map(_outline, params)))
         known = _KNOWN.setdefault(key, [])
         for update in known:
             if update.fits(numbers):

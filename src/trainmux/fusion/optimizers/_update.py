@@ -7,7 +7,7 @@ what it cannot do to ``scalar_values``, one member at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -116,7 +116,8 @@ class SettingColumns:
         self._settings = [
             (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, *signs)
         ]
-        self._values = itemgetter(*dict.fromkeys(name for _, name, _ in self._settings))
+        names = dict.fromkeys(name for _, name, _ in self._settings)
+        self._values: Callable[[Settings], Any] = itemgetter(*names) if names else lambda _: ()
         self._rows: list[Any] | None = None
         self._columns: dict[str, list[Any]] = {}
         self._numbers: dict[str, Number] = {}
