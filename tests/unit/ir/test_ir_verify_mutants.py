@@ -69,6 +69,7 @@ def planned_at_random(seed: int) -> Case:
     return Case(rewrite(profiles, schedule), profiles)
 
 
+@pytest.mark.extensive
 @settings(max_examples=1, deadline=None)
 @given(seed=SEEDS)
 def test_mutants_of_random_programs_are_found(seed: int) -> None:

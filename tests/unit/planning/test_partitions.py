@@ -173,25 +173,6 @@ def test_partitions_whose_profiles_would_take_too_long_are_left_out(
     assert plan.num_left_out == find_partitions([8], max_partitions=len(profiled)).num_left_out
 
 
-@pytest.mark.parametrize(
-    ("policy", "tried"),
-    [
-        ("mutwo", {(4, 4), (3, 3, 1, 1), (2, 2, 2, 2), (1,) * 8}),
-        ("capuchin", {(8,)}),
-        ("auto", {(8,), (4, 4), (2, 2, 2, 2), (1,) * 8, (3, 3, 2)}),
-    ],
-)
-def test_a_policy_tries_partitions_of_its_own(policy: str, tried: set[tuple[int, ...]]) -> None:
-    """Also where few are asked for."""
-    planner = Planner(
-        [PlannedGroup("a", tuple(map(str, range(8))))],
-        profile_of=lambda _, width: random_profile(0, width, Shape(num_layers=2)),
-        policy=policy,
-        max_partitions=5,
-    )
-    assert {arrangement.widths for arrangement in planner.arrangements} == tried
-
-
 def test_seven_members_use_the_memory_that_there_is() -> None:
     """Branches gain: the more at a time, the quicker, and the more memory they need."""
     alone = random_profile(1, 1, Shape(num_layers=4))

@@ -27,7 +27,7 @@ def seconds(policy: str, profile: Profile, limit_bytes: int) -> float | None:
     return lane_times(prove([profile], schedule, limit_bytes).body, [profile]).seconds
 
 
-@pytest.mark.parametrize("first", [0, NUM_PROBLEMS])
+@pytest.mark.parametrize("first", [0, pytest.param(NUM_PROBLEMS, marks=pytest.mark.extensive)])
 def test_auto_is_near_the_optimum_and_not_above_the_other_policies(first: int) -> None:
     """Every schedule is proved. The optimum is that of feature maps in the plain order."""
     to_optimum, to_others = [], []
