@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tracing_tools import assert_equals_torch, joint, square_loss
-
-from trainmux.errors import TraceError
+from tracing_tools import assert_equals_torch, square_loss
 
 LENGTH = 6
 
@@ -116,11 +114,3 @@ def test_transformers_leaves_out_the_masks_that_it_leaves_out_in_plain_torch() -
             return self.layer(x)
 
     assert_equals_torch(Asks(), square_loss, torch.ones(2, 5, 3, dtype=torch.float64))
-
-
-def test_python_may_not_read_what_depends_on_the_batch() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return square_loss(model, x) * (2 if (x > 0).all() else 3)
-
-    with pytest.raises(TraceError, match="depends on the values"):
-        joint(nn.Linear(3, 3), loss, torch.ones(2, 3))
