@@ -30,6 +30,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace
 from trainmux.ir import MemoryUse, Timeline
+from trainmux.lowering import on_cores_left
 from trainmux.tracing import BatchSpec, FlatBatch, failed_node, failure_text, plain_torch
 
 Batches = Sequence[Sequence[Tensor]]
@@ -124,7 +125,8 @@ class PlainRunner:
             group = part.group
             program = group.forward_program(part.trace, part.spec, stacked_batch=part.feed.stacked)
             group.push_free()
-            values = group.programs.engine.run(program, group.arguments(program, batch))
+            with on_cores_left():
+                values = group.programs.engine.run(program, group.arguments(program, batch))
             results.append(dict(zip(program.metrics, values, strict=True)))
         return results
 
@@ -136,7 +138,7 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
     """
     num_begun = num_done = 0  # groups that have begun to change, and that are a step ahead
     try:
-        with torch.no_grad():
+        with torch.no_grad(), on_cores_left():
             begun = []
             for (group, program), batch in zip(jobs, batches, strict=True):
                 group.push_numbers()

@@ -9,3 +9,4 @@ from trainmux.lowering._lower import Conform, Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
 from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
 from trainmux.lowering._stored import from_bytes, to_bytes
+from trainmux.lowering._workers import on_cores_left

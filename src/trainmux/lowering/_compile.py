@@ -188,8 +188,9 @@ class KernelCache:
                 for kernel in missing:
                     if not kernel.is_claimed:
                         workers.add(kernel.job())
-            with self._filling:  # what another thread has workers compile is needed, too
-                workers.finish()
+            if found:
+                with self._filling:  # what another thread has workers compile is needed, too
+                    workers.finish()
         waiting = self._loaded(list(found.values()))
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
         for kernel in waiting:

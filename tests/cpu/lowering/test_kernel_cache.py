@@ -8,24 +8,36 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from lowering_tools import traced
 from torch._inductor import config
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainmux as tm
 from trainmux.lowering import Kernel, KernelCache, Lowered, _inductor, _known, _workers, lower
 from trainmux.lowering._inductor import _SELDOM_USED, LoadedCode, _without_unused_imports, surroundings
 from trainmux.lowering._known import is_known, recall, remember, stored_key
-from trainmux.lowering._workers import Workers
+from trainmux.lowering._workers import MIN_FOR_WORKER, Workers
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def lowered_in(cache: KernelCache) -> Lowered:
@@ -130,7 +142,7 @@ import torch
 from trainmux.lowering import KernelCache, _inductor, _known, decompositions, lower
 from trainmux.lowering._regions import from_payload
 from trainmux.lowering import _workers
-from trainmux.lowering._workers import Workers
+from trainmux.lowering._workers import MIN_FOR_WORKER, Workers
 from trainmux.tracing import make_fx, static_fake_mode
 
 folder, key, factor = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
@@ -228,6 +240,69 @@ def test_workers_share_the_work_and_leave_what_they_cannot_do(
             workers.add((b"x" * 100_000, False, str(tmp_path / str(number))))
         workers.finish()
     assert len(list(tmp_path.iterdir())) == num_finished
+
+
+def test_a_step_computes_on_the_cores_that_workers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    class Threads(TorchDispatchMode):
+        seen: set[int] = set()  # noqa: RUF012
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.add(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    def threads_of_a_step() -> set[int]:
+        Threads.seen = set()
+        with Threads():
+            fleet.step(torch.ones(1, 2))
+        return Threads.seen
+
+    model = torch.nn.Linear(2, 1)
+    member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fleet = tm.Fleet([member], lambda m, x: m(x).sum(), torch.ones(1, 2), device="cpu", lowering="aten")
+    fleet.step(torch.ones(1, 2))
+    monkeypatch.setattr(_workers, "_started", start)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert threads_of_a_step() == {4}
+        with Workers(2, deterministic=False) as workers:
+            for _ in range(2 * MIN_FOR_WORKER):
+                workers.add((b"", False, ""))
+            wait_until(lambda: len(_workers._running) == 2)
+            assert min(threads_of_a_step()) == 2
+            assert torch.get_num_threads() == 4
+            for worker in list(_workers._running):
+                worker.kill()
+            workers.finish()
+        assert threads_of_a_step() == {4}
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_code_on_disk_does_not_wait_for_what_others_compile(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def finish(workers: Workers) -> None:
+        begun.set()
+        end.wait(30)
+
+    monkeypatch.setattr(Workers, "finish", finish)
+    cache = KernelCache()
+    others = threading.Thread(target=cache.fill([]))
+    others.start()
+    begun.wait(30)
+    cache.compile(lowered_in(cache).kernels)
+    assert others.is_alive()
+    end.set()
+    others.join()
 
 
 def test_a_worker_outlives_a_region_that_it_cannot_read() -> None:
