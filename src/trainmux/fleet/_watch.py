@@ -221,13 +221,25 @@ class MemberWatch:
         return [name for name in names if not torch.equal(self._sums[name], sums.of(found[name]))]
 
     def edits(self, sums: Checksums, *, is_current: bool = False) -> Edits:
-        """Find the tensors and states that somebody else has written to; ``is_current`` is as above."""
+        """Find the tensors and states that somebody else has written to; ``is_current`` is as above.
+
+        All tensors of another model, and all states of another optimizer, count as edited.
+        """
         found = self.own if is_current else named_tensors(self._member)
         tensors = {name: tensor for name, tensor in found.items() if name in self.own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
+        model, optimizer, *_ = self._parts
         return Edits(
-            tuple(n for n, tensor in tensors.items() if not torch.equal(self._sums[n], sums.of(tensor))),
-            tuple(name for name, state in states.items() if state != self._states[name]),
+            tuple(
+                name
+                for name, tensor in tensors.items()
+                if self._member.model is not model or not torch.equal(self._sums[name], sums.of(tensor))
+            ),
+            tuple(
+                name
+                for name, state in states.items()
+                if self._member.optimizer is not optimizer or state != self._states[name]
+            ),
         )
 
 

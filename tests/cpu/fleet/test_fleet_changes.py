@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import types
@@ -129,6 +130,22 @@ def test_a_change_is_refused_and_taken_over_by_refresh(name: str, which: tuple[i
     for number in which:
         pair.fleet.refresh(f"m{number}")
     pair.step(4)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("synced", [True, False], ids=["synced", "not synced"])
+def test_another_optimizer_or_model_comes_with_its_own_state(synced: bool) -> None:
+    pair = Pair()
+    first = [copy.deepcopy(model) for model in pair.models]
+    pair.step(3)
+    if synced:
+        pair.fleet.sync()
+    for members in (pair.members, pair.plain):
+        members[0].optimizer = sgd(members[0].model, "m0").optimizer
+        members[1].model = copy.deepcopy(first[1])
+        members[1].optimizer = sgd(members[1].model, "m1").optimizer
+    pair.fleet.refresh()
+    pair.step(3)
     pair.assert_same()
 
 
