@@ -290,14 +290,15 @@ def test_a_member_need_not_have_the_settings_that_a_schedule_adds_to_another() -
     assert_trains_as_alone(ours, make(), fleet, BATCHES[:4])
 
 
-def test_an_optimizer_may_read_no_setting() -> None:
-    class Constant(own._Own):
+@pytest.mark.parametrize("reads", [True, False], ids=["one setting", "no setting"])
+def test_an_optimizer_may_read_few_settings(reads: bool) -> None:
+    class Plain(own._Own):
         def update(self, group: dict[str, Any], p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-            p.sub_(grad, alpha=0.125)
+            p.sub_(grad, alpha=group["lr"] if reads else 0.125)
 
     def make() -> list[Member]:
         model = model_of(0)
-        return [Member(model, Constant(model.parameters()), "a")]
+        return [Member(model, Plain(model.parameters(), unread=1.0), "a")]
 
     ours = make()
     assert_trains_as_alone(ours, make(), Fleet(ours, mse, EXAMPLE), BATCHES[:4])

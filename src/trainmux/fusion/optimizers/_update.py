@@ -116,8 +116,10 @@ class SettingColumns:
         self._settings = [
             (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, *signs)
         ]
-        names = dict.fromkeys(name for _, name, _ in self._settings)
-        self._values: Callable[[Settings], Any] = itemgetter(*names) if names else lambda _: ()
+        names = tuple(dict.fromkeys(name for _, name, _ in self._settings))
+        self._values: Callable[[Settings], tuple[Any, ...]] = lambda group: tuple(map(group.get, names))
+        if len(names) > 1:  # else itemgetter returns no tuple
+            self._values = itemgetter(*names)
         self._rows: list[Any] | None = None
         self._columns: dict[str, list[Any]] = {}
         self._numbers: dict[str, Number] = {}
