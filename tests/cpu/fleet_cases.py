@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -252,7 +253,21 @@ def train_alone(
     return [value.item() for name, value in results.items() if name.startswith("loss ")]
 
 
+def train(fleet: Fleet, batches: Iterable[Any]) -> None:
+    """A step with each batch."""
+    for batch in batches:
+        fleet.step(batch)
+
+
 # ---- comparing -----------------------------------------------------------------------------------------
+
+
+def copies_of(tensor: Tensor) -> set[int]:
+    """Memories in this process that hold as many numbers."""
+    gc.collect()
+    size = tensor.numel()
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
+    return {item.untyped_storage().data_ptr() for item in tensors if item.numel() == size}
 
 
 def state_of(member: Member) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from fleet_cases import (
     sgd,
     sgd_member,
     state_of,
+    train,
     train_alone,
     vectors,
 )
@@ -161,8 +162,7 @@ def test_accumulation_of_a_double_model_in_a_fleet_of_singles() -> None:
         return sgd(mlp(i, dtype=(torch.float32, torch.float64)[i]), f"m{i}")
 
     fleet = tm.Fleet([make(i) for i in range(2)], mse_any, EXAMPLE, accumulate=3)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
+    train(fleet, BATCHES[:3])
     assert_alone(fleet, (make(1), BATCHES[:3]), loss=mse_any, accumulate=3)
 
 
@@ -311,8 +311,7 @@ def test_compiled_models_train_as_what_they_were_made_of() -> None:
     given = [tm.Member(torch.compile(m.model, backend="eager"), m.optimizer, m.name) for m in members]  # type: ignore[arg-type]
     fleet = tm.Fleet(given, mse, EXAMPLE)
     assert len(fleet.summary()) == 1
-    for batch in BATCHES[:2]:
-        fleet.step(batch)
+    train(fleet, BATCHES[:2])
     fleet.sync()
     for i, member in enumerate(members):
         alone = sgd_member(i)
@@ -363,6 +362,5 @@ def test_a_weight_in_the_closure_of_a_loss_is_the_one_that_trains() -> None:
         return lambda model, batch: mse(model, batch) + weight.square().sum()
 
     fleet = tm.Fleet([member], with_penalty(member.model[0].weight), EXAMPLE)
-    for batch in BATCHES[:4]:
-        fleet.step(batch)
+    train(fleet, BATCHES[:4])
     assert_alone(fleet, (plain, BATCHES[:4]), loss=with_penalty(plain.model[0].weight))

@@ -32,6 +32,7 @@ from fleet_cases import (
     projected,
     scheduled,
     states_of,
+    train,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -112,8 +113,7 @@ def test_a_restored_fleet_goes_on_bit_for_bit(row: str, tmp_path: Path) -> None:
     make, num, options, happens = ROWS[row]
     saved, control = (Fleet([make(i, False) for i in range(num)], mse, EXAMPLE, **options) for _ in range(2))
     for fleet in (saved, control):
-        for batch in BATCHES[:4]:
-            fleet.step(batch)
+        train(fleet, BATCHES[:4])
         happens(fleet)
     saved.save(tmp_path, {"note": [1, 2.5, "three"]})
     restored = Fleet([make(i, True) for i in range(num)], mse, EXAMPLE, **options)

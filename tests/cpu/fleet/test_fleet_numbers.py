@@ -165,11 +165,13 @@ def test_a_newcomer_with_another_number_is_not_traced(monkeypatch: pytest.Monkey
     fleet.members[0].model[2].p = 0.15
     fleet.refresh("new")
     assert work.total() == 0
-    losses = dict(zip(fleet.names, fleet.step(EXAMPLE), strict=True))
+    steps = [dict(zip(fleet.names, fleet.step(EXAMPLE), strict=True)) for _ in range(3)]
     assert work.total() == 0
+    assert len({steps[0][name].item() for name in ("new", "newer")}) == 2
     for rate, name in ((0.15, "new"), (0.7, "newer")):
-        (alone,) = tm.Fleet([make(rate, "alone")], mse, EXAMPLE).step(EXAMPLE)
-        torch.testing.assert_close(losses[name], alone, rtol=1e-12, atol=1e-14)
+        alone = tm.Fleet([make(rate, "alone")], mse, EXAMPLE)
+        for losses in steps:
+            torch.testing.assert_close(losses[name], alone.step(EXAMPLE)[0], rtol=1e-12, atol=1e-14)
 
 
 def test_a_second_place_that_differs_is_followed_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,25 +321,6 @@ def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("built_once")
-def test_dropout_probabilities_draw_what_a_fleet_of_one_draws() -> None:
-    """Counters are a member's own, so each draws what it would by itself."""
-    rates = (0.1, 0.25, 0.5)
-
-    def make(number: int) -> tm.Member:
-        return member_of(number, dropout=rates[number])
-
-    fleet = fleet_of([make(number) for number in range(3)])
-    assert num_groups(fleet) == 1
-    alone = [fleet_of([make(number)]) for number in range(3)]
-    for batch in BATCHES:
-        together = fleet.step(batch)
-        single = torch.cat([one.step(batch) for one in alone])
-        torch.testing.assert_close(together, single, rtol=1e-12, atol=1e-13)
-    dropped = torch.tensor([(one.step(BATCHES[0])).item() for one in alone])
-    assert len(dropped.unique()) == 3
-
-
-@pytest.mark.usefixtures("built_once")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_numbers_as_inputs_round_as_literals_do(precision: str) -> None:
     """A fleet of one has literals; its results in lower precision are those of a fleet with inputs."""
@@ -393,26 +376,17 @@ def test_members_come_go_and_evaluate_with_numbers_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("built_once")
-def test_batches_of_another_size_use_the_members_numbers() -> None:
+def test_with_and_without_a_plan_batches_of_any_size_use_the_members_numbers() -> None:
     def make(number: int) -> tm.Member:
-        return member_of(number, loss_of(smoothing=0.1 * (number + 1)))
+        loss = loss_of(smoothing=0.1 * (number + 1), weight=0.1 * (number + 1))
+        return member_of(number, loss, alpha=1.0 + number)
 
-    batches = [BATCHES[0], batch_of(9, size=3), BATCHES[1], batch_of(10, size=3)]
-    assert_trains_alone(fleet_of(map(make, range(3))), make, batches)
-
-
-@pytest.mark.usefixtures("built_once")
-def test_a_planned_fleet_trains_by_the_members_numbers() -> None:
-    def make(number: int) -> tm.Member:
-        return member_of(number, loss_of(weight=0.1 * (number + 1)), alpha=1.0 + number)
-
-    batches = [*BATCHES, batch_of(9, size=3)]
+    batches = [*BATCHES, batch_of(9, size=3), BATCHES[0], batch_of(10, size=3)]
     fleet, reference = (fleet_of(map(make, range(2))) for _ in range(2))
     fleet.plan(policy="none")
-    assert_trains_alone(fleet, make, batches)
-    for batch in batches:
-        reference.step(batch)
     for each in (fleet, reference):
+        assert_trains_alone(each, make, batches)
+        each.step(BATCHES[1])
         each.members[0].model.alpha = 7.0
         each.refresh("m0")
     torch.testing.assert_close(fleet.step(BATCHES[0]), reference.step(BATCHES[0]), rtol=1e-12, atol=1e-13)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fleet_cases import TOLERANCE, train_alone
+from fleet_cases import TOLERANCE, copies_of, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -78,13 +77,6 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
 def batches(num: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(0, VOCABULARY, (2, 6), generator=generator) for _ in range(num)]
-
-
-def copies_of(tensor: Tensor) -> set[int]:
-    """Memories in this process that hold as many numbers."""
-    gc.collect()
-    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
-    return {item.untyped_storage().data_ptr() for item in tensors if item.shape == tensor.shape}
 
 
 def assert_trains_as_alone(fleet: tm.Fleet, plain: list[tm.Member], rtol: float = TOLERANCE) -> None:

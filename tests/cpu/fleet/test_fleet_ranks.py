@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, TOLERANCE, mse, states_of
+from fleet_cases import BATCHES, EXAMPLE, TOLERANCE, assert_close, mse, state_of, states_of, train
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -73,15 +73,9 @@ def assert_trains_alike(
             member.optimizer.step()
             close(losses[number], loss.detach())
             close(fleet.metrics["grad_norm"][number], norm)
-    fleet.sync()
-    for member, alone in zip(fleet.members, plain, strict=True):
-        pairs = zip(member.model.parameters(), alone.model.parameters(), strict=True)
-        for one, other in pairs:
-            close(one, other)
-            states = (item.optimizer.state.get(key, {}) for item, key in ((member, one), (alone, other)))
-            for value, expected in zip(*(state.values() for state in states), strict=True):
-                if isinstance(value, Tensor):
-                    close(value, expected)
+    states = states_of(fleet)
+    for name, alone in zip(fleet.names, plain, strict=True):
+        assert_close(states[name], state_of(alone))
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -186,8 +180,7 @@ def test_a_smaller_rank_joins_and_takes_the_row_of_a_larger_one() -> None:
     members = adapters(5, 5, 2, 3, 6)
     plain = copy.deepcopy(members)
     fleet = tm.Fleet(members[:2], mse, EXAMPLE)
-    for batch in BATCHES[:3]:  # leaves numbers in the row that a smaller one comes into
-        fleet.step(batch)
+    train(fleet, BATCHES[:3])  # leaves numbers in the row that a smaller one comes into
     fleet.replace("m1", members[2])
     fleet.drop("m0")
     for member in members[3:]:
@@ -222,8 +215,7 @@ def test_a_padded_member_whose_rank_was_changed_is_refused() -> None:
 def test_checkpoints_have_each_member_at_its_own_rank(accumulate: int, tmp_path: Path) -> None:
     """So one of them goes on beside other ranks, or alone."""
     fleet = tm.Fleet(adapters(2, 5), mse, EXAMPLE, accumulate=accumulate)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
+    train(fleet, BATCHES[:3])
     fleet.save(tmp_path / "fleet")
     alike = tm.Fleet(adapters(2, 5), mse, EXAMPLE, accumulate=accumulate)
     alike.restore(tmp_path / "fleet")

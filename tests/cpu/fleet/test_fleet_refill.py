@@ -28,6 +28,7 @@ from fleet_cases import (
     sgd_member,
     state_of,
     states_of,
+    train,
 )
 
 from trainmux import EMA, SWA, EarlyStopping, Fleet, Member
@@ -44,11 +45,6 @@ def fleet_of(members: Sequence[Member], *, is_planned: bool = False, **options: 
     if is_planned:
         fleet.use(fleet.plan("1 GiB", time_limit=1))
     return fleet
-
-
-def run(fleet: Fleet, first: int, end: int) -> None:
-    for batch in BATCHES[first:end]:
-        fleet.step(batch)
 
 
 def trial(i: int) -> Member:
@@ -70,17 +66,17 @@ def copied_by_hand(source: Member, target: Member) -> None:
 @WAYS
 def test_a_copy_is_what_state_dicts_give(is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, other = (fleet_of([trial(i) for i in range(3)], is_planned=way) for way in (is_planned, False))
-    run(fleet, 0, 3)
-    run(other, 0, 3)
+    train(fleet, BATCHES[:3])
+    train(other, BATCHES[:3])
     work = count_work(monkeypatch)
     fleet.copy_member("m0", "m2")
     assert fleet.num_updates("m2") == 3
-    run(fleet, 3, 6)
+    train(fleet, BATCHES[3:6])
     assert work.total() == 0
     other.sync()
     copied_by_hand(other.members[0], other.members[2])
     by_hand = fleet_of(other.members)
-    run(by_hand, 3, 6)
+    train(by_hand, BATCHES[3:6])
     assert_same_states(states_of(fleet), states_of(by_hand))
     one, two = fleet.members[2], by_hand.members[2]
     assert one.optimizer.param_groups[0]["lr"] == two.optimizer.param_groups[0]["lr"] != 0.02
@@ -90,7 +86,7 @@ def test_a_copy_brings_a_member_back_that_was_not_finite() -> None:
     broken = dropout_member(1)
     torch.nn.init.constant_(broken.model[4].weight, math.inf)
     fleet = fleet_of([dropout_member(0), broken])
-    run(fleet, 0, 2)
+    train(fleet, BATCHES[:2])
     assert list(fleet.stopped()) == ["m1"]
     fleet.copy_member("m0", "m1")
     assert fleet.stopped() == {}
@@ -110,7 +106,7 @@ def weighted(i: int) -> Member:
 @pytest.mark.parametrize("width", [None, 1], ids=["fused", "apart"])
 def test_a_copy_leaves_out_what_is_no_state(width: int | None) -> None:
     fleet = fleet_of([weighted(0), weighted(1)], width=width)
-    run(fleet, 0, 2)
+    train(fleet, BATCHES[:2])
     fleet.copy_member("m0", "m1")
     fleet.sync("m1")
     model = fleet.members[1].model
@@ -121,9 +117,9 @@ def test_copies_in_the_midst_of_an_update() -> None:
     """Gradients of half an update come along."""
     fleet = fleet_of([adam_member(0), adam_member(1)], accumulate=2)
     fleet.members[1].optimizer.param_groups[0]["lr"] = 0.02
-    run(fleet, 0, 3)
+    train(fleet, BATCHES[:3])
     fleet.copy_member("m0", "m1")
-    run(fleet, 3, 6)
+    train(fleet, BATCHES[3:6])
     states = states_of(fleet)
     assert_same(states["m1"], states["m0"])
 
@@ -158,10 +154,10 @@ def test_a_trial_is_the_same_in_any_slot_and_after_anybody(is_planned: bool, wri
     average, expected = EMA(0.8), EMA(0.8)
     first.fit(BATCHES[:5], epochs=1, callbacks=[expected], progress=False)
     fleet = fleet_of([trial(5), infinite(6), trial(7)], is_planned=is_planned)
-    run(fleet, 6, 9)
+    train(fleet, BATCHES[6:9])
     fleet.replace("m6", trial(0), write_back=write_back)
     fleet.drop("m7", write_back=write_back)
-    run(fleet, 9, 10)
+    train(fleet, BATCHES[9:10])
     fleet.replace("m0", trial(0), write_back=write_back)
     fleet.add(trial(8))
     fleet.fit(BATCHES[:5], epochs=1, callbacks=[average], progress=False)
@@ -181,27 +177,27 @@ def other_trial(i: int) -> Member:
 
 def test_a_trial_with_momentum_and_numbers_of_its_own_is_the_same_in_any_slot() -> None:
     first = fleet_of([other_trial(0), other_trial(3), other_trial(4)])
-    run(first, 0, 4)
+    train(first, BATCHES[:4])
     fleet = fleet_of([other_trial(5), other_trial(6), other_trial(7)])
-    run(fleet, 6, 9)
+    train(fleet, BATCHES[6:9])
     newcomers = [other_trial(8), other_trial(0)]
     for member in newcomers:
         fleet.prepare(member)
     fleet.replace("m6", newcomers[0], write_back=False)
     fleet.drop("m5", write_back=False)
-    run(fleet, 9, 10)
+    train(fleet, BATCHES[9:10])
     fleet.add(newcomers[1])
-    run(fleet, 0, 4)
+    train(fleet, BATCHES[:4])
     assert_same(states_of(fleet)["m0"], states_of(first)["m0"])
 
 
 def test_members_that_leave_without_a_write_are_as_after_the_last_sync() -> None:
     fleet = fleet_of([trial(i) for i in range(3)])
-    run(fleet, 0, 2)
+    train(fleet, BATCHES[:2])
     fleet.sync("m1")
     then = state_of(fleet.members[1])
     untouched = state_of(trial(0))
-    run(fleet, 2, 4)
+    train(fleet, BATCHES[2:4])
     left = [fleet.replace("m1", trial(3), write_back=False), fleet.drop("m0", write_back=False)]
     assert_same(state_of(left[0]), then)
     assert_same(state_of(left[1]), untouched)
@@ -230,9 +226,9 @@ def test_a_fixed_projection_that_differs_is_seen_without_another_look_at_the_dev
     fleet = fleet_of([adam(projected(i, 1.0), f"m{i}") for i in range(2)])
     for number, constant in ((2, 1.0), (3, 1.0), (4, 2.0)):
         fleet.replace(fleet.names[0], adam(projected(number, constant), f"m{number}"))
-        run(fleet, 0, 2)
+        train(fleet, BATCHES[:2])
     alone = fleet_of([adam(projected(4, 2.0), "m4"), adam(projected(5, 1.0), "m5")])
-    run(alone, 0, 2)
+    train(alone, BATCHES[:2])
     assert_same(states_of(fleet)["m4"], states_of(alone)["m4"])
 
 
@@ -245,13 +241,13 @@ def test_a_member_that_was_prepared_by_another_thread_trains_as_one_that_was_not
 ) -> None:
     fleet, other = (fleet_of([trial(0), trial(1)], is_planned=is_planned) for _ in range(2))
     newcomers = [trial(2), trial(3)]
-    run(fleet, 0, 1)
+    train(fleet, BATCHES[:1])
     with ThreadPoolExecutor(1) as pool:
         prepared = [pool.submit(fleet.prepare, member) for member in newcomers]
-        run(fleet, 1, 3)
+        train(fleet, BATCHES[1:3])
         for one in prepared:
             one.result()
-    run(other, 0, 3)
+    train(other, BATCHES[:3])
     with monkeypatch.context() as patch:
         patch.setattr("trainmux.fleet._newcomer.Reach", None)  # nothing is left to be read
         assert fleet.room_for(newcomers[0]) is not Room.NEW_GROUP
@@ -262,7 +258,7 @@ def test_a_member_that_was_prepared_by_another_thread_trains_as_one_that_was_not
     other.drop("m1")
     other.add(trial(3))
     for each in (fleet, other):
-        run(each, 3, 6)
+        train(each, BATCHES[3:6])
     assert_same_states(states_of(fleet), states_of(other))
 
 
@@ -280,7 +276,7 @@ def test_a_member_that_was_changed_after_it_was_prepared_comes_as_it_is() -> Non
     fleet.replace("m0", changed(newcomer))
     other.replace("m0", changed(dropout_member(2)))
     for each in (fleet, other):
-        run(each, 0, 3)
+        train(each, BATCHES[:3])
     assert_same_states(states_of(fleet), states_of(other))
 
 
@@ -297,4 +293,4 @@ def test_what_cannot_be_trained_is_refused_when_it_is_prepared() -> None:
         fleet.add(shares)
     fleet.drop("m0")
     fleet.add(shares)
-    run(fleet, 0, 1)
+    train(fleet, BATCHES[:1])

@@ -29,6 +29,7 @@ from fleet_cases import (
     stacked,
     state_of,
     states_of,
+    train,
     train_alone,
     vectors,
 )
@@ -42,11 +43,6 @@ pytestmark = pytest.mark.usefixtures("built_once")
 
 def fleet_of(num: int, make: Callable[[int], Member] = adam_member, **options: Any) -> Fleet:
     return Fleet([make(i) for i in range(num)], mse, EXAMPLE, **options)
-
-
-def run(fleet: Fleet, first: int, end: int) -> None:
-    for batch in BATCHES[first:end]:
-        fleet.step(batch)
 
 
 # ---- slots ---------------------------------------------------------------------------------------------
@@ -63,7 +59,7 @@ def test_names_of_newcomers() -> None:
     assert len(set(fleet.names)) == 4
     fleet.drop("member-1")
     fleet.add(adam_member(5, "member-1"))
-    run(fleet, 0, 2)
+    train(fleet, BATCHES[:2])
     assert_alone(fleet, (adam_member(5, "member-1"), BATCHES[:2]))
 
 
@@ -140,8 +136,7 @@ def test_slots_stay_while_narrower_programs_would_cost_more_than_they_save(
     monkeypatch.setattr(widths_module, "WORTH", 1e9)
     for name in ("m0", "m1", "m3"):
         fleet.drop(name)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
+    train(fleet, BATCHES[:3])
     assert [group.width for group in fleet.summary()] == [4]
     assert not work["fusions"]
 
@@ -161,13 +156,13 @@ def test_per_member_data_follows_the_names() -> None:
 
 def test_draws_go_on_with_a_member_that_comes_back() -> None:
     fleet, control = (fleet_of(2, dropout_member) for _ in range(2))
-    run(fleet, 0, 3)
+    train(fleet, BATCHES[:3])
     fleet.stop("m1")
     for name in ("m0", "m1"):
         fleet.add(fleet.drop(name))
     assert fleet.stopped() == {}
-    run(fleet, 3, 6)
-    run(control, 0, 6)
+    train(fleet, BATCHES[3:6])
+    train(control, BATCHES[:6])
     states, expected = states_of(fleet), states_of(control)
     for name in fleet.names:
         assert_close(states[name], expected[name])
@@ -177,10 +172,10 @@ def test_draws_are_counted_from_the_first_batch_that_a_newcomer_trains_on() -> N
     """It waits for the next whole update of a fleet that accumulates."""
     options = {"accumulate": 3, "precision": "fp64"}
     late, other = fleet_of(2, dropout_member, **options), Fleet([dropout_member(5)], mse, EXAMPLE, **options)
-    run(late, 0, 1)
+    train(late, BATCHES[:1])
     late.add(dropout_member(5))
-    run(late, 1, 9)
-    run(other, 3, 9)
+    train(late, BATCHES[1:9])
+    train(other, BATCHES[3:9])
     assert_close(states_of(late)["m5"], states_of(other)["m5"])
     assert late.members[2].num_draws == other.members[0].num_draws == 6
 
@@ -321,7 +316,7 @@ def test_a_batch_that_is_not_finite_freezes_everyone(clip_norm: float | None) ->
     assert fleet.stopped() == dict.fromkeys(fleet.names, "not finite at step 2")
     fleet.add(fleet.drop("m1"))
     assert fleet.stopped().keys() == {"m0"}
-    run(fleet, 1, 3)
+    train(fleet, BATCHES[1:3])
     assert_alone(fleet, (adam_member(1, clip_norm=clip_norm), BATCHES[:3]))
 
 

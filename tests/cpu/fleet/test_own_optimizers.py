@@ -12,7 +12,7 @@ from typing import Any
 import own_optimizers as own
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, mse, train_alone
+from fleet_cases import BATCHES, EXAMPLE, mse, train, train_alone
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -91,11 +91,6 @@ def members_of(name: str, dtype: torch.dtype = torch.float64, *, model: Any = mo
         members.append(Member(module, optimizer, f"m{number}"))
     members[1].scheduler = lr_scheduler.StepLR(members[1].optimizer, 2, 0.5)
     return members
-
-
-def train(fleet: Fleet, batches: Sequence[Any]) -> None:
-    for batch in batches:
-        fleet.step(batch)
 
 
 def assert_equal(ours: Member, plain: Member, tolerance: float = 1e-12) -> None:
