@@ -71,11 +71,18 @@ def test_step_measures_every_way_keeps_other_rows_and_reports_them(tmp_path: Pat
     assert "<svg" in (tmp_path / "step.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("words", [["--ways", "mps"], ["--workloads", "resnet1001"], ["--at-once", "0"]])
-def test_unknown_ways_and_workloads_are_refused(words: list[str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["step", *words, "--device", "cpu", "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert not (tmp_path / "out").exists()
+UNKNOWN = {
+    "step": ["--ways mps", "--workloads resnet1001", "--at-once 0"],
+    "mutwo": ["--only figure_4", "--sizes huge"],
+    "zico": ["--only figure_4", "--sizes huge"],
+}
+
+
+@pytest.mark.parametrize(("command", "words"), [(name, words) for name in UNKNOWN for words in UNKNOWN[name]])
+def test_what_is_unknown_is_refused(command: str, words: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    assert CliRunner().invoke(app, [command, *words.split(), "--device", "cpu", "--out", out]).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("built_once")

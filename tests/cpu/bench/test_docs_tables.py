@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shutil
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -55,6 +57,18 @@ def step_rows(label: str) -> dict[str, dict[str, Any]]:
     measured = [*results("step_h200.json"), *results("sample_h200.json")]
     rows = [row for row in measured if row["workload"] == workload]
     return {row["way"]: row for row in rows if row["width"] == int(width)}
+
+
+@pytest.mark.parametrize("name", ["mutwo", "zico"])
+def test_the_pages_of_the_papers_say_what_the_committed_results_say(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = REPOSITORY / "docs" / f"{name}.md"
+    copied = Path(shutil.copy(page, tmp_path / page.name))
+    committed = REPOSITORY / "benchmarks" / "results" / f"{name}_h200.json"
+    importlib.import_module(f"benchmarks.{name}.page").refresh(json.loads(committed.read_text()), copied)
+    assert copied.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    drawn, shown = ({each.name for each in (at / name).glob("*.svg")} for at in (tmp_path, page.parent))
+    assert drawn == shown != set()
 
 
 @pytest.mark.parametrize(

