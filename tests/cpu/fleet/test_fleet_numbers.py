@@ -321,7 +321,7 @@ def test_layers_that_differ_in_numbers_train_as_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("built_once")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.extensive), "bf16"])
 def test_numbers_as_inputs_round_as_literals_do(precision: str) -> None:
     """A fleet of one has literals; its results in lower precision are those of a fleet with inputs."""
 

@@ -130,7 +130,14 @@ SAME_GROUP = {
 }
 
 
-@pytest.mark.parametrize("kind", SAME_GROUP)
+ONE_MORE = ("prompts", "a head that learns, too")
+"""Of kinds near to others: prompts are short prefixes, and the head of the probes learns, too."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.extensive] if kind in ONE_MORE else []) for kind in SAME_GROUP],
+)
 def test_adapters_of_one_kind_share_a_group_and_train_as_alone(kind: str) -> None:
     configs = SAME_GROUP[kind]
     fleet = tm.Fleet(adapters(gpt(), configs), next_token, batches(1)[0])

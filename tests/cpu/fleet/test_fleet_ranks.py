@@ -150,7 +150,9 @@ def _flattened(model: Adapted, low: Tensor) -> Tensor:
     return low.reshape(-1).square().reshape(low.shape)
 
 
-@pytest.mark.parametrize("inner", [_softmax, _shifted, _scaled, _mean, _flattened])
+@pytest.mark.parametrize(
+    "inner", [_softmax, _shifted, _scaled, pytest.param(_mean, marks=pytest.mark.extensive), _flattened]
+)
 def test_code_that_depends_on_the_rank_splits_groups(inner: Inner) -> None:
     members = adapters(2, 4, inner=inner)
     plain = copy.deepcopy(members)

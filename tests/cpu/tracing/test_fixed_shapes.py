@@ -33,7 +33,7 @@ class Experts(nn.Module):
         return weighted_sum(torch.where(is_known, out, 0).double())
 
 
-@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize("num_rows", [pytest.param(3, marks=pytest.mark.extensive), 40])
 @pytest.mark.parametrize("num_experts", [1, 2, 7])
 @pytest.mark.parametrize("num_left_out", [0, 2])
 def test_rows_meet_the_matrix_of_their_expert(num_rows: int, num_experts: int, num_left_out: int) -> None:

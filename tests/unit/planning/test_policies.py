@@ -136,7 +136,7 @@ def test_an_impossible_limit_is_infeasible_by_so_many_bytes(policy: str) -> None
     assert 0 < refused.value.excess_bytes <= plain_peak(profiles, multiplexing)
 
 
-@pytest.mark.parametrize("policy", ["mutwo", "capuchin"])
+@pytest.mark.parametrize("policy", ["mutwo", pytest.param("capuchin", marks=pytest.mark.extensive)])
 def test_a_pair_of_1200_nodes_and_400_feature_maps_takes_seconds(policy: str) -> None:
     """Processor time, as the machine may have other work."""
     profiles = tuple(random_profile(n, 1, Shape(num_layers=200, skip=0.0, buffer=0.0)) for n in (1, 2))
