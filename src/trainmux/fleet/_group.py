@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettings
-from trainmux.errors import MemberError
+from trainmux.errors import BatchError, MemberError
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._free_numbers import FreeNumbers, GroupTrace
@@ -529,8 +529,25 @@ class Group:
                     f"members {names}: expected models that compute alike on {spec.leaves}, got different "
                     "graphs for them; do not change models while they are in the fleet"
                 )
+            self._check_trained(spec, traces[0].graph)
             self._traces[spec] = self.merged(spec, rows, traces)
         return self._traces[spec]
+
+    def _check_trained(self, spec: BatchSpec, graph: TracedGraph) -> None:
+        """Refuse a graph that changes other parameters, or more buffers, than that of the example batch."""
+        gradients = {output.name for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+        more = sorted(changing_names(graph) - changing_names(self.member_graph))
+        missing = sorted(set(self._gradients) - gradients)
+        if more or missing:
+            found = [f"also changes {', '.join(more)}"] if more else []
+            found += [f"does not train {', '.join(missing)}"] if missing else []
+            names = ", ".join(slot.name for _, slot in self.members)
+            shapes = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in spec.leaves)
+            raise BatchError(
+                f"members {names}: expected a batch that changes what the example batch does, got one "
+                f"({shapes}) that {' and '.join(found)}; use the same parameters and buffers for every "
+                "batch, and multiply by zero what is not to count"
+            )
 
     def trace_with(self, newcomer: Newcomer) -> GroupTrace:
         """The graph of a step once a newcomer has come into a free row."""

@@ -31,7 +31,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux import Fleet, Member
-from trainmux.errors import MemberError, OptimizerError
+from trainmux.errors import BatchError, MemberError, OptimizerError
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -128,6 +128,44 @@ def test_results_of_a_step_are_not_overwritten_by_the_next_nor_with_the_batch() 
     batch[0].zero_()
     fleet.step(BATCHES[1])
     assert_same(results, kept)
+
+
+class OnlyWhole(nn.Module):
+    """Uses a layer, or writes to a buffer, for whole batches only."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.first, self.second = part, nn.Linear(3, 2), nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) + self.seen
+        if len(x) < len(EXAMPLE[0]):
+            return y
+        if self.part == "seen":
+            self.seen += 1
+            return y
+        return y + self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "starts_whole", "message"),
+    [
+        ("second", True, r"does not train second\.bias, second\.weight"),
+        ("second", False, r"also changes second\.bias, second\.weight"),
+        ("seen", False, r"also changes seen"),
+    ],
+)
+def test_a_batch_that_trains_other_parameters_is_refused(part: str, starts_whole: bool, message: str) -> None:
+    whole, short = EXAMPLE, [leaf[:-1] for leaf in EXAMPLE]
+    first, other = (whole, short) if starts_whole else (short, whole)
+    model = OnlyWhole(part).double()
+    fleet = Fleet([Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "a")], mse, first)
+    fleet.step(first)
+    with pytest.raises(BatchError, match=message):
+        fleet.step(other)
+    fleet.step(first)
+    assert fleet.num_steps == 2
 
 
 class _NoHostReads(TorchDispatchMode):
