@@ -43,7 +43,6 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Member], AveragedModel]]] = {
     "ema": (lambda: EMA(decay=0.8), ema_alone),
     "swa": (lambda: SWA(start=2), swa_alone),
 }
-every_way = pytest.mark.parametrize(("make", "alone"), WAYS.values(), ids=WAYS.keys())
 
 
 def assert_like(weights: dict[str, Tensor], average: AveragedModel) -> None:
@@ -53,28 +52,23 @@ def assert_like(weights: dict[str, Tensor], average: AveragedModel) -> None:
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-12, atol=1e-13)
 
 
-@every_way
-def test_averages_are_those_of_each_member_alone(make: Any, alone: Any) -> None:
+@pytest.mark.parametrize(("way", "is_planned"), [("ema", False), ("swa", False), ("ema", True)])
+def test_averages_are_those_of_each_member_alone(way: str, is_planned: bool) -> None:
+    make, alone = WAYS[way]
     fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), make()
+    if is_planned:
+        fleet.use(fleet.plan("1 GiB"))
     fleet.fit(PASS, epochs=NUM_EPOCHS, callbacks=[average], progress=False)
     for number in range(2):
         assert_like(average.weights(f"m{number}"), alone(adam_member(number)))
 
 
-@every_way
+@pytest.mark.parametrize(("make", "alone"), WAYS.values(), ids=WAYS.keys())
 def test_a_resumed_fit_goes_on_with_its_averages(make: Any, alone: Any, tmp_path: Path) -> None:
     for epochs in (2, NUM_EPOCHS):
         fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), make()
         fleet.fit(PASS, epochs=epochs, callbacks=[average], checkpoint=tmp_path / "fit", progress=False)
     assert_like(average.weights("m1"), alone(adam_member(1)))
-
-
-def test_averages_under_a_plan() -> None:
-    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), EMA(decay=0.8)
-    fleet.use(fleet.plan("1 GiB"))
-    fleet.fit(PASS, epochs=NUM_EPOCHS, callbacks=[average], progress=False)
-    for number in range(2):
-        assert_like(average.weights(f"m{number}"), ema_alone(adam_member(number)))
 
 
 def test_members_are_evaluated_with_their_averages_and_get_their_weights_back() -> None:

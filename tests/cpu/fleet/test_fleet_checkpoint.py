@@ -438,21 +438,19 @@ def test_a_save_that_fails_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
     assert set(is_committed) == {False, True}
 
 
-def test_failures_without_harm(saves: Saves, tmp_path: Path, failing: Callable[..., list[str]]) -> None:
-    """A folder that cannot be flushed, and old tensors that stay."""
-    saves.write(tmp_path)
-    for when, number in ((3, errno.EINVAL), (7, errno.EPERM)):
-        failing(when, OSError(number, "no"))
-        assert saves.write(tmp_path) == saves.read(tmp_path)
-
-
-def test_a_first_save_that_fails_leaves_nothing(
+def test_a_first_save_that_fails_leaves_nothing_and_other_failures_do_no_harm(
     saves: Saves, tmp_path: Path, failing: Callable[..., list[str]]
 ) -> None:
+    """A folder that cannot be flushed, and old tensors that stay."""
     failing(2, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(CheckpointError):
         saves.write(tmp_path)
     assert not list(tmp_path.iterdir())
+    failing(0, None)
+    saves.write(tmp_path)
+    for when, number in ((3, errno.EINVAL), (7, errno.EPERM)):
+        failing(when, OSError(number, "no"))
+        assert saves.write(tmp_path) == saves.read(tmp_path)
 
 
 def test_files_of_others_stay(saves: Saves, tmp_path: Path) -> None:

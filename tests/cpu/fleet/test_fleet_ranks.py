@@ -104,18 +104,6 @@ def test_several_ranks_train_in_one_group_as_alone(kind: str) -> None:
     assert_trains_alike(fleet, plain, BATCHES, max_norm=0.05)
 
 
-def test_several_ranks_with_one_alpha_train_in_one_group() -> None:
-    """What an adapter is scaled by, alpha / rank, is a number of each member's own then."""
-    members = adapters(2, 5, 1)
-    for member, rank in zip(members, (2, 5, 1), strict=True):
-        member.model.scaling = 8.0 / rank
-    plain = copy.deepcopy(members)
-    fleet = tm.Fleet(members, mse, EXAMPLE)
-    (summary,) = fleet.summary()
-    assert [number.values for number in summary.numbers] == [(4.0, 1.6, 8.0)]
-    assert_trains_alike(fleet, plain, BATCHES)
-
-
 def test_batches_of_another_shape_and_evaluations_are_as_alone() -> None:
     members = adapters(2, 5)
     plain = copy.deepcopy(members)

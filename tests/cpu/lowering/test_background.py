@@ -129,21 +129,16 @@ def test_a_step_that_runs_once_is_never_compiled(
     assert begun == finished == []
 
 
-def test_who_trains_for_a_moment_on_a_cpu_is_not_kept_waiting(
-    finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_who_trains_for_a_moment_on_a_cpu_and_deterministic_runs_stay_on_aten(
+    deterministic: bool, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_build, "_CPU_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(_build, "_CPU_PATIENCE_S", 0.0 if deterministic else 3600.0)
     monkeypatch.setattr(UncompiledCache, "fill", Mock(side_effect=AssertionError))
-    fleet = fleet_of(MLP, "auto")
+    fleet = fleet_of(MLP, "auto", deterministic=deterministic)
     for step in range(3):
         fleet.step(batch(step))
+        if deterministic:
+            fleet.wait_until_compiled()
     assert not finished
-    assert "until its kernels are compiled" in fleet.explain()
-
-
-def test_deterministic_runs_on_a_cpu_stay_on_aten(finished: list[Upgrade[Any]]) -> None:
-    fleet = fleet_of(MLP, "auto", deterministic=True)
-    for step in range(3):
-        fleet.step(batch(step))
-        fleet.wait_until_compiled()
-    assert not finished
+    assert ("until its kernels are compiled" in fleet.explain()) is not deterministic

@@ -84,8 +84,3 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert re.fullmatch(pattern, lines[-1]), lines[-1]
     run(3, progress=False)
     assert capsys.readouterr().out == ""
-
-
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(tm.ConfigError, match="progress"):
-        run(1, progress="fancy")

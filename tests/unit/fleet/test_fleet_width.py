@@ -82,6 +82,8 @@ def test_widths_are_halves_of_the_most_slots_there_were(clock: Clock) -> None:
     widths.note(7)
     assert [widths.narrower(7, num, 0.0) for num in (4, 3, 2)] == [7, 4, 2]
     assert [widths.wider(width) for width in (1, 2, 4)] == [2, 4, 7]
+    # A fleet whose results may depend on its width keeps it.
+    assert Widths(64, can_shrink=False).narrower(64, 1, 0.0) == 64
 
 
 def test_slots_go_when_they_have_cost_a_share_of_what_narrower_programs_do(clock: Clock) -> None:
@@ -96,7 +98,3 @@ def test_slots_go_when_they_have_cost_a_share_of_what_narrower_programs_do(clock
     assert widths.narrower(64, 10, build_s) == 16
     widths.note(16)
     assert widths.narrower(16, 2, build_s) == 16  # another width, another account
-
-
-def test_a_fleet_whose_results_may_depend_on_its_width_keeps_it(clock: Clock) -> None:
-    assert Widths(64, can_shrink=False).narrower(64, 1, 0.0) == 64

@@ -202,16 +202,13 @@ def test_tenancies_are_those_that_the_instructions_imply() -> None:
         assert kinds_in(program, case.profiles) & {Kind.PLACEMENT, Kind.BOUNDARY}, changed
 
 
-def test_tensors_without_bytes_need_no_place() -> None:
+def test_tensors_without_bytes_and_parts_without_instructions_need_no_place() -> None:
     empty = replace(OF, tensors=tuple(replace(each, size_bytes=0) for each in OF.tensors))
     case = in_turns(STEP, empty)
     assert found_in(case.program, case.profiles) == ()
     kept = tuple(each for each in case.program.body.tenancies if each.size_bytes)
     assert len(kept) < len(case.program.body.tenancies)
     assert found_in(with_body(case, tenancies=kept), case.profiles) == ()
-
-
-def test_parts_without_instructions_need_no_tenancies() -> None:
     case = turns()
     short = replace(case.program, prologue=Part((), ()), epilogue=Part((), ()))
     assert found_in(short, case.profiles) == ()

@@ -62,21 +62,16 @@ def test_the_search_ends_at_what_is_enough(seed: int, num_tenants: int) -> None:
     assert pack(tenants, enough_bytes=best.total_bytes - 1).total_bytes == best.total_bytes
 
 
-def test_a_tenant_that_comes_back_finds_its_place_free() -> None:
+def test_worked_examples() -> None:
     # The second would fit where the first lies, but only until the first comes back.
     tenants = [Tenant(512, ((0, 2), (8, 9))), Tenant(512, ((3, 9),)), Tenant(512, ((3, 8),))]
     slab = pack(tenants)
     check_slab(tenants, slab)
     assert slab.total_bytes == slab.lower_bound_bytes == 1024
     assert slab.offsets[1] != slab.offsets[0] == slab.offsets[2]
-
-
-def test_who_is_always_there_lies_at_the_bottom() -> None:
+    # Who is always there lies at the bottom.
     slab = pack([Tenant(100, ((0, 1),)), Tenant(512, ((0, 9),)), Tenant(5, ((0, 9),)), Tenant(8, ((5, 9),))])
     assert (slab.offsets, slab.total_bytes) == ((1024, 0, 512, 1024), 1536)
-
-
-def test_nothing_and_no_bytes() -> None:
     assert pack([]) == Slab((), 0, 0)
     assert pack([Tenant(0, ((0, 1),)), Tenant(3, ((0, 1), (2, 3)))], alignment=1) == Slab((0, 0), 3, 3)
 
