@@ -57,9 +57,7 @@ def batches_of(name: str) -> list[Any]:
 
 def tiny_model(seed: int, hidden: int = 16) -> nn.Module:
     """Four numbers in, one out."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    return seeded(lambda: nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1)))(seed)
 
 
 def tiny_batches(seed: int, num_batches: int = 3, size: int = 8) -> list[tuple[Tensor, Tensor]]:

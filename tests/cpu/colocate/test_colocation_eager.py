@@ -16,6 +16,7 @@ from colocation_cases import (
     tiny_model,
     tiny_optimizer,
 )
+from equivalence import train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -33,14 +34,8 @@ def untraceable(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]
 
 def test_an_eager_job_trains_as_it_would_alone() -> None:
     torch.manual_seed(3)
-    expected_model = tiny_model(0)
-    optimizer, losses = tiny_optimizer(expected_model), []
-    for batch in cycled(tiny_batches(0), 5):
-        optimizer.zero_grad()
-        loss, _ = untraceable(expected_model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    model, batches = tiny_model(0), cycled(tiny_batches(0), 5)
+    alone = train_alone(model, tiny_optimizer(model), untraceable, batches)
     torch.manual_seed(3)
     job, other = model_job("eager", 0, steps=5, loss=untraceable), tiny_job("b", 1, steps=5)
     with pytest.warns(TrainmuxWarning, match="'eager' cannot be traced and runs eagerly"):
@@ -50,10 +45,11 @@ def test_an_eager_job_trains_as_it_would_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert result["eager"].is_eager
     assert result["eager"].error is None
+    losses = [alone.results[f"loss {number}"] for number in range(1, 6)]
     assert torch.equal(result["eager"].losses[:, 0], torch.stack(losses))
     assert set(result["eager"].metrics) == {"noise"}
     assert job.model is not None
-    for found, expected in zip(job.model.parameters(), expected_model.parameters(), strict=True):
+    for found, expected in zip(job.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(found, expected)
     assert_as_alone(result, other, 1, 5)
     assert result.peak_bytes <= result.budget_bytes

@@ -28,6 +28,7 @@ from colocation_cases import (
     tiny_optimizer,
     trained_alone,
 )
+from equivalence import train_alone
 
 import trainmux as tm
 
@@ -56,11 +57,7 @@ def test_a_model_is_trained_in_its_own_objects() -> None:
     assert seen[0][0] == pytest.approx(2e-4, abs=2e-6)
     assert seen[0][1] in (None, 1000)
     plain = tiny_model(0)
-    optimizer = tiny_optimizer(plain)
-    for batch in cycled(tiny_batches(0), 4):
-        optimizer.zero_grad()
-        mse(plain, batch).backward()
-        optimizer.step()
+    train_alone(plain, tiny_optimizer(plain), mse, cycled(tiny_batches(0), 4))
     for found, expected in zip(model_of(job).parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads.seeding import seeded
 from fleet_cases import TOLERANCE, copies_of, train_alone
 from torch import Tensor, nn
 
@@ -39,10 +40,7 @@ def gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model: nn.Module = transformers.GPT2LMHeadModel(config).to(dtype).train()
-    return model
+    return seeded(transformers.GPT2LMHeadModel, config=config)(3).to(dtype).train()
 
 
 def lora(rank: int = 3, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads.seeding import seeded
 from fleet_cases import BATCHES, EXAMPLE, TOLERANCE, assert_close, mse, state_of, states_of, train
 from torch import Tensor, nn
 
@@ -39,9 +40,7 @@ class Adapted(nn.Module):
 
 
 def base() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return nn.Linear(3, 7).double()
+    return seeded(nn.Linear, in_features=3, out_features=7)(5).double()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

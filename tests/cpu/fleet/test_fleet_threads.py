@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.eval_frame
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from benchmarks.workloads.seeding import seeded
 from fleet_cases import mse, sgd
 from torch import Tensor, fx, nn
 
@@ -39,13 +40,7 @@ def inputs(kind: Callable[[], nn.Module]) -> Tensor:
 
 
 def members(kind: Callable[[], nn.Module]) -> list[tm.Member]:
-    found = []
-    for seed in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = kind().double()
-        found.append(sgd(model, f"m{seed}"))
-    return found
+    return [sgd(seeded(kind)(seed).double(), f"m{seed}") for seed in range(2)]
 
 
 def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, Any]]:

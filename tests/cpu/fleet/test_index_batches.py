@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import train_alone
+from fleet_cases import bn_mlp, train_alone
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -32,16 +32,7 @@ def mse(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def member(number: int, dropout: float = 0.0) -> tm.Member:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        layers = [
-            nn.Linear(3, 5, bias=False),
-            nn.BatchNorm1d(5),
-            nn.Tanh(),
-            nn.Dropout(dropout),
-            nn.Linear(5, 1),
-        ]
-        model = nn.Sequential(*layers).to(FLOAT)
+    model = bn_mlp(number, hidden=5, dropout=dropout, outputs=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (number + 1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     return tm.Member(model, optimizer, name=f"m{number}", scheduler=scheduler, seed=number)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads.seeding import seeded
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -28,9 +29,7 @@ def loss(model: nn.Module, batch: Tensor) -> Any:
 
 
 def make(number: int, lr: float = 0.01, **params: Any) -> tm.Candidate:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        model = nn.Linear(2, 1)
+    model = seeded(nn.Linear, in_features=2, out_features=1)(number)
     member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=lr), name=f"m{number}")
     return tm.Candidate(member, {"lr": lr, **params})
 

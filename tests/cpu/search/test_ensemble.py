@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from benchmarks.workloads.seeding import seeded
 from fleet_cases import Made, mse
 from torch import Tensor, nn
 
@@ -29,12 +30,6 @@ def net(dropout: float = 0.5) -> nn.Module:
 def make() -> tm.Member:
     model = net()
     return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().eval()
 
 
 def alone(models: list[nn.Module], *args: Any) -> Tensor:
@@ -103,7 +98,7 @@ def test_an_ensemble_of_a_fleet_has_its_members_and_outlives_it() -> None:
 
 
 def test_members_come_out_one_by_one_with_their_own_settings() -> None:
-    models = [seeded(lambda p=p: net(p), i) for i, p in enumerate([0.1, 0.1, 0.7])]
+    models = [seeded(net, dropout=p)(i).eval() for i, p in enumerate([0.1, 0.1, 0.7])]
     model = tm.ensemble(models)
     assert len(model.stacks) == 1  # dropout does nothing here
     for number, (one, other) in enumerate(zip(models, model.members, strict=True)):
@@ -116,8 +111,8 @@ def test_members_come_out_one_by_one_with_their_own_settings() -> None:
 
 
 def test_an_ensemble_is_saved_copied_and_moved_like_any_module() -> None:
-    models = [seeded(net, i) for i in range(2)]
-    model, other = tm.ensemble(models), tm.ensemble([seeded(net, i) for i in range(5, 7)])
+    models = [seeded(net)(i).eval() for i in range(2)]
+    model, other = tm.ensemble(models), tm.ensemble([seeded(net)(i).eval() for i in range(5, 7)])
     expected = model(INPUTS)
     other.load_state_dict(model.state_dict())
     file = io.BytesIO()
@@ -203,7 +198,7 @@ def test_layers_with_shortcuts_of_their_own() -> None:
         layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=FLOAT)
         return nn.TransformerEncoder(layer, 1)
 
-    models = [seeded(transformer, i) for i in range(2)]
+    models = [seeded(transformer)(i).eval() for i in range(2)]
     tokens = torch.randn(2, 3, 4, dtype=FLOAT)
     model = tm.ensemble(models)
     assert close(model.outputs(tokens), alone(models, tokens))
@@ -212,7 +207,7 @@ def test_layers_with_shortcuts_of_their_own() -> None:
 
 
 def test_a_wrong_input_is_told_as_a_model_tells_it() -> None:
-    model = tm.ensemble([seeded(net, i) for i in range(2)])
+    model = tm.ensemble([seeded(net)(i).eval() for i in range(2)])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(INPUTS[:, :2])
     assert model(INPUTS).shape == (6, 2)

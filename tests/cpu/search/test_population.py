@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads.seeding import seeded
 from fleet_cases import mse, train_alone
 from torch import Tensor, nn
 
@@ -29,9 +30,7 @@ VALIDATION = [data(9)]
 
 
 def member(number: int, rate: float) -> tm.Member:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(FLOAT)
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))(number).to(FLOAT)
     return tm.Member(model, torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5), name=f"m{number}")
 
 
