@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("built_once")
 
 MODELS = {**{name: SHORT[name] for name in PLAIN}, **ODD}
 RELATIVES = ("residual", "bottleneck", "mobilenet", "lstm_untied", "lstm_translation", "dlrm_joint")
-RELATIVES += ("bert_mlm", "bert_nsp", "vit")
+RELATIVES += ("bert_mlm", "bert_nsp", "vit", "encoder_layer")
 """Models with a near relative among the others, and no operator of their own."""
 
 CLASSES = [name for name in OPTIMIZERS if name != "last-layer"]

@@ -17,7 +17,7 @@ import trainmux as tm
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 ONE_OF_EACH_KIND = {
-    "fp32": ("mlp", "cnn", "dlrm"),
+    "fp32": ("mlp", "dlrm"),
     "bf16": ("cnn", "lstm", "transformer"),
 }
 

@@ -71,7 +71,10 @@ if hasattr(torch.optim, "Muon"):
     # Its products are in bfloat16, and those of several members at once round otherwise.
     CASES["muon"] = Case(torch.optim.Muon, _MUON, tolerance=0.02)
 
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.extensive] * (name == "nadam-decoupled")) for name in CASES],
+)
 
 
 def model_of(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -61,7 +61,13 @@ def backward_sample(name: str, *mask: bool) -> Sample:
     return Sample(aten.convolution_backward.default, make, f"{name}, {mask}", "grouped convolution")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+RELATIVES = ("1-d", "one by one, groups")
+"""Shapes of which others have each part."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extensive] * (name in RELATIVES)) for name in SHAPES]
+)
 def test_a_convolution_is_each_members_own(name: str) -> None:
     everything = (forward_sample(name), backward_sample(name, True, True, True))
     for sample in (*everything, backward_sample(name, False, True, False)):
