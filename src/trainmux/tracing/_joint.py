@@ -68,6 +68,7 @@ from trainmux.tracing._torch_private import (
     higher_order_operator,
     make_fx,
     refuses_generators,
+    replaced,
     traced_operator,
     traced_tensor,
     tracing_thread,
@@ -313,7 +314,17 @@ class _Call:
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         quiet, regions = ignored_warnings(), checkpoint_regions(mark)
-        with quiet, mode, tracing_thread(), own_composites(), transformers_as_in_eager(), regions:
+        seeds: dict[str, Any] = {"manual_seed": lambda seed: self._draws.note_seed(seed)}
+        with (
+            quiet,
+            mode,
+            tracing_thread(),
+            replaced(torch, **seeds),
+            replaced(torch.random, **seeds),
+            own_composites(),
+            transformers_as_in_eager(),
+            regions,
+        ):
             return tracer(*fakes)
 
     def once(self, *flat: Tensor) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from trainmux.errors import TraceError
 from trainmux.runtime import WORD_RANGE, random_words
 from trainmux.tracing._passes import constant_value, is_attention
-from trainmux.tracing._source import node_location, refusal
+from trainmux.tracing._source import current_user_frame, node_location, refusal
 from trainmux.tracing._torch_private import traced_module, traced_node
 
 aten = torch.ops.aten
@@ -30,12 +30,26 @@ class Draws:
         self._seed = seed
         self._counter = counter
         self._operator = -1
+        self._is_seeded = False
+        self._seeded_at: str | None = None
+
+    def note_seed(self, seed: int) -> torch.Generator:
+        """Stand in for ``torch.manual_seed``: of no consequence, unless something is drawn after it."""
+        self._is_seeded, self._seeded_at = True, current_user_frame()
+        return torch.default_generator
 
     def by_next_operator(self) -> Draws:
         self._operator += 1
         return self
 
     def words(self, shape: torch.Size, stream: int = 0) -> Tensor:
+        if self._is_seeded:
+            raise refusal(
+                "torch.manual_seed is called",
+                " before numbers are drawn; expected draws from the member's seed, which are others in every "
+                "step: keep numbers that are always the same in a buffer of the model, or leave the call out",
+                self._seeded_at,
+            )
         # Two bits of the operator word tell apart the draws of one operator that needs several.
         words: Tensor = random_words(self._seed, self._counter, 4 * self._operator + stream, list(shape))
         return words

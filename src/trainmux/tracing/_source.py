@@ -43,7 +43,16 @@ def is_library_file(path: str) -> bool:
 
 def innermost_user_frame(tb: TracebackType | None) -> str | None:
     """``file:line in function`` of the deepest user frame of a traceback."""
-    for frame in reversed(traceback.extract_tb(tb)):
+    return _innermost(traceback.extract_tb(tb))
+
+
+def current_user_frame() -> str | None:
+    """``file:line in function`` of the user code that is running."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: traceback.StackSummary) -> str | None:
+    for frame in reversed(frames):
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return None

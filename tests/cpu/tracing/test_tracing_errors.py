@@ -121,6 +121,21 @@ def test_a_parameter_changed_in_place_by_the_forward_pass(change: Callable[[Tens
     assert (error.location or "").startswith(__file__)
 
 
+def test_numbers_that_are_drawn_after_a_seed_are_refused_and_a_seed_alone_is_not() -> None:
+    def seeded(y: Tensor, m: Model) -> Tensor:
+        torch.manual_seed(0)
+        return y if m.total is ONES else y + torch.randn_like(y)
+
+    error = refused(seeded)
+    assert "torch.manual_seed is called" in str(error)
+    assert "in seeded" in str(error)
+    model = Model(seeded)
+    model.total = ONES
+    before = torch.get_rng_state()
+    joint(model, mean_loss, X)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_random_range_that_is_too_wide() -> None:
     refused(lambda y, m: y + torch.randint(0, 2**40, (3,)))
 
