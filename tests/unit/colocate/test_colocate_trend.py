@@ -44,6 +44,11 @@ def test_an_iteration_may_end_before_the_other_job_rises() -> None:
     assert least_shift(short, 7.5, rest, 10) == pytest.approx(20.0 - 7.5 - 2.0)
     # Begun a second later, two steps clash with the peak; the first of them has to come after it.
     assert least_shift(short, 9.0, rest, 10) == pytest.approx(20.0 - 9.0 - 1.0)
+    # A second iteration follows the first.
+    b, short = trend_of([1, 8, 1]), trend_of([5])
+    both = [Remainder(0.0, b.step_of_segment[2], b), Remainder(b.iteration_seconds, 0, b)]
+    assert least_shift(short, 2.5, both, 10) == 0.0
+    assert least_shift(short, 3.5, both, 10) == pytest.approx(1.5)
 
 
 SEGMENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=10)
@@ -73,13 +78,6 @@ def test_it_fits_exactly_when_no_moment_passes_the_budget(
     assert (found == 0) is fits(0)
     assert not any(fits(shift) for shift in range(int(found)))
     assert fits(int(b.iteration_seconds) + 1)
-
-
-def test_a_second_iteration_follows_the_first() -> None:
-    b, short = trend_of([1, 8, 1]), trend_of([5])
-    both = [Remainder(0.0, b.step_of_segment[2], b), Remainder(b.iteration_seconds, 0, b)]
-    assert least_shift(short, 2.5, both, 10) == 0.0
-    assert least_shift(short, 3.5, both, 10) == pytest.approx(1.5)
 
 
 def test_many_steps_become_few_with_the_same_area() -> None:

@@ -50,9 +50,11 @@ def test_switches_are_part_of_the_structure(cls: Any, settings: dict[str, Any]):
     assert structure_of(cls) != structure_of(cls, **settings)
 
 
-def test_adamw_is_adam_with_decoupled_decay():
+def test_adamw_is_adam_with_decoupled_decay_and_implementation_switches_are_ignored():
     assert structure_of(torch.optim.AdamW) == structure_of(torch.optim.Adam, decoupled_weight_decay=True)
     assert structure_of(torch.optim.AdamW).groups[0].flags == (("amsgrad", False), ("decoupled", True))
+    for switch in ("foreach", "capturable", "fused"):
+        assert structure_of(torch.optim.Adam, **{switch: True}) == structure_of(torch.optim.Adam)
 
 
 def test_groups_name_their_parameters_by_position():
@@ -66,11 +68,6 @@ def test_nesterov_without_momentum_is_plain():
     optimizer = torch.optim.SGD([{"params": params, "momentum": 0.0}], lr=0.1, momentum=0.9, nesterov=True)
     (group,) = optim.describe(optimizer, params, member="a").groups
     assert group.flags == (("momentum", False), ("nesterov", False))
-
-
-@pytest.mark.parametrize("switch", ["foreach", "capturable", "fused"])
-def test_implementation_switches_are_ignored(switch: str):
-    assert structure_of(torch.optim.Adam, **{switch: True}) == structure_of(torch.optim.Adam)
 
 
 _REFUSED = {
