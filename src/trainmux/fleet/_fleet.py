@@ -738,11 +738,17 @@ class Fleet:
         return [(group, slot) for group in self._groups for _, slot in group.members]
 
     def _computes_alike(self, group: Group, slot: Slot) -> bool:
-        """Whether a member as it is now has the graph of its group."""
+        """Whether a member as it is now has the graph of its group.
+
+        If so, its graphs for batches unlike the example are made anew when they are needed.
+        """
         example = self._feed.example_for(slot.member)
         trace = self._trace(slot, example)
         known = slot.traces.get(example.spec, trace)
-        return (trace.key, trace.numbers) == (known.key, known.numbers)
+        is_alike = (trace.key, trace.numbers) == (known.key, known.numbers)
+        if is_alike:
+            group.forget_traces(slot, but=example.spec)
+        return is_alike
 
     def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
         """Find a member's group and row; with ``watch``, the one of two that has it while it moves."""

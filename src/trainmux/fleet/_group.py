@@ -533,6 +533,12 @@ class Group:
             self._traces[spec] = self.merged(spec, rows, traces)
         return self._traces[spec]
 
+    def forget_traces(self, slot: Slot, *, but: BatchSpec) -> None:
+        """Have a member traced anew on batches of any other kind."""
+        for spec in slot.traces.keys() - {but}:
+            del slot.traces[spec]
+            self._traces.pop(spec, None)
+
     def _check_trained(self, spec: BatchSpec, graph: TracedGraph) -> None:
         """Refuse a graph that changes other parameters, or more buffers, than that of the example batch."""
         gradients = {output.name for output in graph.outputs if output.kind is OutputKind.GRADIENT}

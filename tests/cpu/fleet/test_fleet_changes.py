@@ -186,6 +186,21 @@ def test_changes_without_consequence_and_values_that_are_put_back_are_no_changes
     pair.assert_same()
 
 
+def test_a_number_that_counts_for_short_batches_only_is_read_again() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return mse(model, batch) * (model.scale if len(batch[0]) == 3 else 1.0)
+
+    models = [nn.Linear(3, 2).double() for _ in range(2)]
+    for model in models:
+        model.scale = 1.0  # type: ignore[assignment]
+    fleet = tm.Fleet([sgd(model, f"m{i}", lr=0.0) for i, model in enumerate(models)], loss, EXAMPLE)
+    short = [leaf[:3] for leaf in EXAMPLE]
+    for scale in (1.0, 2.0, 3.0):
+        models[0].scale = scale  # type: ignore[assignment]
+        for batch in (EXAMPLE, short):
+            assert fleet.step(batch).tolist() == pytest.approx([loss(each, batch).item() for each in models])
+
+
 class Titled(dict[str, float]):
     """A dict with attributes of its own."""
 
