@@ -255,7 +255,10 @@ class SavedMember(_Saved):
             group.unshare(self.other_constants(group))
             for total in group.state.totals.values():
                 total[row].zero_()
-            self._load_member(group, row, group.slot(row), self._record)
+            slot = group.slot(row)
+            self._load_member(group, row, slot, self._record)
+            if slot.waits:  # for an update of the fleet that it was saved from
+                slot.waits, slot.active = False, True
             group.forget_fed()
 
 

@@ -19,7 +19,7 @@ def await_update(groups: Sequence[Group], newcomer: str, num_steps: int) -> None
     """Let a member that came between two updates begin with the next whole one: it would miss batches."""
     for group in groups:
         for _, slot in group.members:
-            if slot.name == newcomer and num_steps % group.config.accumulate:
+            if slot.name == newcomer and slot.active and num_steps % group.config.accumulate:
                 slot.waits, slot.active = True, False
                 group.forget_fed()
 

@@ -105,6 +105,33 @@ SELDOM = set(ONE_OF_EACH) - {"adam-amsgrad", "rmsprop-centered", "param-groups"}
 """Optimizers that add no kind of state."""
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_member_that_was_saved_while_it_waited_trains_from_the_next_batch_on(
+    accumulate: int, tmp_path: Path
+) -> None:
+    fleet = Fleet([adam_member(0)], mse, EXAMPLE, accumulate=2)
+    fleet.step(BATCHES[0])
+    fleet.add(adam_member(1))  # waits for the next update
+    fleet.save_member("m1", tmp_path / "m1")
+    other, plain = (Fleet([adam_member(1)], mse, EXAMPLE, accumulate=accumulate) for _ in range(2))
+    other.load_member("m1", tmp_path / "m1")
+    for each in (other, plain):
+        train(each, BATCHES[:2])
+    assert_same_fleets(other, plain)
+
+
+def test_a_stopped_member_that_is_loaded_between_two_updates_stays_stopped(tmp_path: Path) -> None:
+    fleet = Fleet([adam_member(0), adam_member(1)], mse, EXAMPLE, accumulate=2)
+    fleet.stop("m1")
+    fleet.save_member("m1", tmp_path / "m1")
+    before = states_of(fleet)["m1"]
+    fleet.step(BATCHES[0])
+    fleet.load_member("m1", tmp_path / "m1")
+    train(fleet, BATCHES[1:4])
+    assert fleet.stopped() == {"m1": "stopped"}
+    assert_same(states_of(fleet)["m1"], before)
+
+
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[pytest.mark.extensive] if row in SELDOM else []) for row in ROWS]
 )
