@@ -42,21 +42,28 @@ class WeightAverage(Callback):
 
     @contextmanager
     def swapped(self, fleet: Fleet) -> Iterator[None]:
-        """While active, members train and are evaluated with their averages; then their weights are back."""
-        kept: list[tuple[Tensor, Tensor]] = []
+        """While active, members train and are evaluated with their averages; then their weights are back.
+
+        Not those of a member that left meanwhile, or went on from another's state.
+        """
+        origins = fleet._origins
+        kept: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
             for name, averages in self._averages.items():
                 if name in fleet.names:
                     current = fleet.parameters(name)
-                    kept += [(current[key], current[key].clone()) for key in averages]
+                    kept[name] = {key: current[key].clone() for key in averages}
                     for key, average in averages.items():
                         current[key].copy_(average)
         try:
             yield
         finally:
+            staying = {name for name, origin in fleet._origins.items() if origin is origins.get(name)}
             with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
+                for name in kept.keys() & staying:
+                    current = fleet.parameters(name)
+                    for key, value in kept[name].items():
+                        current[key].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": self._averages, "counts": self._counts, "updates": self._updates}

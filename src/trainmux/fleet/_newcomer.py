@@ -269,4 +269,5 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
         after.alive[new_row].copy_(before.alive[old_row])
         after.seeds[new_row].copy_(before.seeds[old_row])
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
+    now.origin = was.origin
     new.forget_fed()

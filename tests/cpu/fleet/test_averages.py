@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import BATCHES, EXAMPLE, adam_member, mse, train_alone
+from fleet_cases import (
+    BATCHES,
+    EXAMPLE,
+    adam_member,
+    assert_same,
+    mse,
+    state_of,
+    states_of,
+    train_alone,
+)
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -81,6 +90,21 @@ def test_members_are_evaluated_with_their_averages_and_get_their_weights_back() 
     for number in range(2):
         expected = mse(ema_alone(adam_member(number)), BATCHES[5]).item()
         assert averaged[f"m{number}"]["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_members_that_come_while_averages_are_in_use_keep_their_weights() -> None:
+    fleet, average = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE), EMA(decay=0.8)
+    fleet.fit(PASS, epochs=1, callbacks=[average], progress=False)
+    trained = states_of(fleet)
+    with average.swapped(fleet):
+        fleet.refresh("m2")
+        fleet.replace("m0", adam_member(3))
+        fleet.add(adam_member(4))  # moves all of them
+    found = states_of(fleet)
+    for number in (3, 4):
+        assert_same(found[f"m{number}"], state_of(adam_member(number)))
+    for name in ("m1", "m2"):
+        assert_same(found[name], trained[name])
 
 
 def test_a_member_that_is_not_finite_keeps_its_average() -> None:
