@@ -268,6 +268,10 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
                 copy_row(name, total, before.totals[name])
         after.alive[new_row].copy_(before.alive[old_row])
         after.seeds[new_row].copy_(before.seeds[old_row])
+        after.updates[new_row].copy_(before.updates[old_row])
+    # Its optimizer was read as that of a newcomer, who has had no updates in the fleet.
+    now.base_steps = tuple(steps - int(before.updates[old_row]) for steps in now.base_steps)
+    now.num_updates = was.num_updates
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
     now.origin = was.origin
     new.forget_fed()

@@ -19,7 +19,7 @@ from fleet_cases import (
     states_of,
     train_alone,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainmux import EMA, SWA, Fleet, Member
@@ -90,6 +90,20 @@ def test_members_are_evaluated_with_their_averages_and_get_their_weights_back() 
     for number in range(2):
         expected = mse(ema_alone(adam_member(number)), BATCHES[5]).item()
         assert averaged[f"m{number}"]["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["in its slot", "in another group"])
+def test_an_average_goes_on_after_a_refresh(moves: bool) -> None:
+    fleet, average = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE), EMA(decay=0.8)
+    for _ in range(NUM_EPOCHS):
+        fleet.fit(PASS, epochs=1, callbacks=[average], progress=False)
+        if moves:
+            fleet.members[0].model.append(nn.Tanh())  # type: ignore[operator]
+        fleet.refresh("m0")
+    assert fleet.num_updates("m0") == len(PASS) * NUM_EPOCHS
+    if not moves:
+        for name, value in ema_alone(adam_member(0)).module.named_parameters():
+            torch.testing.assert_close(average.weights("m0")[name], value.detach(), rtol=1e-12, atol=0)
 
 
 def test_members_that_come_while_averages_are_in_use_keep_their_weights() -> None:
