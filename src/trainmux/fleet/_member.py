@@ -24,7 +24,7 @@ class Member:
     taken from the name, so that members differ. ``scheduler`` is any ``torch.optim.lr_scheduler`` object
     over this optimizer, stepped after every update or, with ``scheduler_interval="epoch"``, by ``fit`` at
     the end of an epoch; ``ReduceLROnPlateau`` is always stepped by epoch, on ``scheduler_monitor``.
-    ``clip_norm`` limits the norm of all its gradients together, ``clip_value`` each of their entries.
+    ``clip_norm`` limits the norm of all its gradients together, then ``clip_value`` each of their entries.
     ``loss`` and ``example_batch`` override the fleet's for this member.
     """
 
