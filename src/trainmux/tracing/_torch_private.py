@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 import threading
 import traceback
@@ -50,6 +51,7 @@ from trainmux.runtime import process_lock
 
 __all__ = ["CheckpointPolicy", "FakeTensor"]  # torch's own, used under these names
 
+_fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 # Torch has a function of this name in the module's place.
 _scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
@@ -394,6 +396,8 @@ def tracing_thread() -> Iterator[None]:
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
         stack.enter_context(replaced(_scans, associative_scan_op=_plain_scan))
+        # What fails is raised, with the user's line; torch would also log a hundred lines of its own.
+        stack.enter_context(replaced(_fake_tensor_log, exception=lambda *args: None))
         yield
 
 

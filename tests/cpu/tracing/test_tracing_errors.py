@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,6 +90,13 @@ def test_code_that_stops_a_trace_is_named_with_operator_and_line(name: str) -> N
     line = inspect.getsourcelines(act)[1]
     assert (error.location or "").startswith(f"{__file__}:{line} in ")
     joint(Model(lambda y, m: F.relu(y)), mean_loss, X)  # the next trace is not spoiled
+
+
+def test_torch_does_not_log_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Mock()
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "exception", log)
+    assert "run it in plain torch" in str(refused(STOPS["mistake"][1]))
+    log.assert_not_called()
 
 
 def test_data_dependent_code_in_a_loss_function_and_in_an_evaluation() -> None:
