@@ -600,8 +600,8 @@ def _trace_error(error: Exception) -> TraceError:
     else:
         what = "tracing stopped"
         reason = (
-            f": {type(error).__name__}: {error}; run it in plain torch first, then on fake tensors: no NumPy, no "
-            "Python values read from tensors, constants registered as buffers"
+            f": {type(error).__name__}: {error}; run it in plain torch first, then on fake tensors: no "
+            "NumPy, no Python values read from tensors, constants registered as buffers"
         )
     return refusal(what, reason, location, op)
 
