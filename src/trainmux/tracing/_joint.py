@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning
+from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning, warn_user
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing._batch import FlatBatch, Text
@@ -92,6 +92,8 @@ _REMEDIES = {
     "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
 }
 _RESERVED = frozenset({"loss", "grad_norm", "finite"})
+_REGION = "ac_graph_id"
+"""Where torch's partitioner looks for the number of a checkpointed region."""
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -268,6 +270,8 @@ def _trace(
         # A buffer that comes back as it went in has not changed.
         if output.kind is not OutputKind.BUFFER or source_of(node).op != "placeholder"
     ]
+    changed = [position for position in kept if outputs[position].kind is OutputKind.BUFFER]
+    _warn_of_checkpointed({outputs[position].name: output_nodes(module)[position] for position in changed})
     simplify(module, kept)
     return TracedGraph(module, inputs, tuple(outputs[position] for position in kept))
 
@@ -302,7 +306,7 @@ class _Call:
             self._num_regions += 1
             for node in nodes:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta["ac_graph_id"] = self._num_regions
+                node.meta[_REGION] = self._num_regions
 
         def run(*flat: Tensor) -> list[Any]:
             return self._with_failures(functionalized(step)(*flat))
@@ -416,6 +420,17 @@ class _Call:
         self.metrics = [str(name) for name in metrics]
         # The clone keeps a metric that is an input or the loss itself a value of its own.
         return [value.detach().clone() for value in metrics.values()]
+
+
+def _warn_of_checkpointed(buffers: Mapping[str, fx.Node]) -> None:
+    """Warn of buffers whose new values come from a checkpointed region."""
+    names = [name for name, node in buffers.items() if _REGION in source_of(node).meta]
+    if names:
+        warn_user(
+            f"{', '.join(names)}: changed within torch.utils.checkpoint, which computes its code twice and "
+            "so changes them twice in each step; a fleet changes them once. To have the same numbers in "
+            "plain torch, keep what changes buffers, such as batch norm, out of such code"
+        )
 
 
 def _leaves(loss: Tensor) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from tracing_tools import arguments, assert_equals_torch, doubles, joint, run, square_loss, targets
 
+from trainmux.errors import TrainmuxWarning
 from trainmux.ir import OutputKind
 from trainmux.tracing import SplitGraph, output_nodes, split_joint
 
@@ -128,3 +130,25 @@ def test_every_region_has_a_number_of_its_own() -> None:
     marks = [node.meta["ac_graph_id"] for node in traced.module.graph.nodes if "ac_graph_id" in node.meta]
     assert sorted(set(marks)) == [1, 2]
     assert marks == sorted(marks)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_statistics_in_a_checkpoint_region_are_warned_of(use_reentrant: bool) -> None:
+    """Plain torch changes them again when it recomputes the region."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return checkpoint(self.norm, hidden, use_reentrant=use_reentrant)
+
+    x = torch.randn(8, 4)
+    with pytest.warns(TrainmuxWarning, match="norm.running_mean, .* changes them twice"):
+        joint(Normed(), square_loss, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joint(Normed().norm, square_loss, x[:, :3])  # no region
+        joint(nn.Linear(4, 3), lambda model, x: checkpoint(square_loss, model, x, use_reentrant=False), x)
