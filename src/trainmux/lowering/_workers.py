@@ -35,12 +35,11 @@ def on_cores_left() -> Iterator[None]:
 
     64 MLPs on two cores took 15 ms a step, 200 while one worker compiled, and 26 with a thread less.
     """
-    before = torch.get_num_threads()
-    left = max((os.cpu_count() or 1) - len(_running), 1)
-    if not _running or before <= left:
+    if not _running:  # nearly every step: cores are not counted then, which reads a file
         yield
         return
-    torch.set_num_threads(left)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(min(before, (os.cpu_count() or 1) - len(_running)), 1))
     try:
         yield
     finally:
