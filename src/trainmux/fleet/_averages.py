@@ -46,7 +46,8 @@ class WeightAverage(Callback):
 
         Not those of a member that left meanwhile, or went on from another's state.
         """
-        origins = fleet._origins
+        departures = Departures()
+        departures.since_last(fleet)
         kept: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
             for name, averages in self._averages.items():
@@ -58,9 +59,8 @@ class WeightAverage(Callback):
         try:
             yield
         finally:
-            staying = {name for name, origin in fleet._origins.items() if origin is origins.get(name)}
             with torch.no_grad():
-                for name in kept.keys() & staying:
+                for name in kept.keys() - departures.since_last(fleet):
                     current = fleet.parameters(name)
                     for key, value in kept[name].items():
                         current[key].copy_(value)
