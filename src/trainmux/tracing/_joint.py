@@ -38,6 +38,7 @@ from trainmux.tracing._effects import (
 )
 from trainmux.tracing._fixed_shapes import fixed_shape_decompositions
 from trainmux.tracing._passes import (
+    REGION,
     drop_constant_masks,
     graph_constant,
     move_to,
@@ -92,8 +93,6 @@ _REMEDIES = {
     "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
 }
 _RESERVED = frozenset({"loss", "grad_norm", "finite"})
-_REGION = "ac_graph_id"
-"""Where torch's partitioner looks for the number of a checkpointed region."""
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -264,14 +263,17 @@ def _trace(
         outputs.insert(0, GraphOutput(OutputKind.LOSS, "loss"))
         outputs += [GraphOutput(OutputKind.BUFFER, name) for name in call.buffers]
         outputs += [GraphOutput(OutputKind.GRADIENT, name) for name in call.used_parameters]
+    results = output_nodes(module)
     kept = [
         position
-        for position, (output, node) in enumerate(zip(outputs, output_nodes(module), strict=False))
+        for position, (output, node) in enumerate(zip(outputs, results, strict=False))
         # A buffer that comes back as it went in has not changed.
         if output.kind is not OutputKind.BUFFER or source_of(node).op != "placeholder"
     ]
-    changed = [position for position in kept if outputs[position].kind is OutputKind.BUFFER]
-    _warn_of_checkpointed({outputs[position].name: output_nodes(module)[position] for position in changed})
+    buffers = [position for position in kept if outputs[position].kind is OutputKind.BUFFER]
+    _warn_of_checkpointed(
+        [outputs[position].name for position in buffers if REGION in source_of(results[position]).meta]
+    )
     simplify(module, kept)
     return TracedGraph(module, inputs, tuple(outputs[position] for position in kept))
 
@@ -306,7 +308,7 @@ class _Call:
             self._num_regions += 1
             for node in nodes:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta[_REGION] = self._num_regions
+                node.meta[REGION] = self._num_regions
 
         def run(*flat: Tensor) -> list[Any]:
             return self._with_failures(functionalized(step)(*flat))
@@ -422,12 +424,11 @@ class _Call:
         return [value.detach().clone() for value in metrics.values()]
 
 
-def _warn_of_checkpointed(buffers: Mapping[str, fx.Node]) -> None:
-    """Warn of buffers whose new values come from a checkpointed region."""
-    names = [name for name, node in buffers.items() if _REGION in source_of(node).meta]
-    if names:
+def _warn_of_checkpointed(buffers: Sequence[str]) -> None:
+    """Warn of buffers that a checkpointed region changes."""
+    if buffers:
         warn_user(
-            f"{', '.join(names)}: changed within torch.utils.checkpoint, which computes its code twice and "
+            f"{', '.join(buffers)}: changed within torch.utils.checkpoint, which computes its code twice and "
             "so changes them twice in each step; a fleet changes them once. To have the same numbers in "
             "plain torch, keep what changes buffers, such as batch norm, out of such code"
         )

@@ -19,7 +19,9 @@ aten = torch.ops.aten
 
 # After functionalization nothing is written to, so these are plain aliases of their argument.
 _PASS_THROUGH = frozenset({aten.detach.default, aten.alias.default})
-_INHERITED = ("stack_trace", "recompute", "ac_graph_id")
+REGION = "ac_graph_id"
+"""The key in a node's ``meta`` of its checkpointed region's number, which torch's partitioner reads."""
+_INHERITED = ("stack_trace", "recompute", REGION)
 
 
 def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
