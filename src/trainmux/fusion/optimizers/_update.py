@@ -117,9 +117,10 @@ class SettingColumns:
             (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, *signs)
         ]
         names = tuple(dict.fromkeys(name for _, name, _ in self._settings))
-        self._values: Callable[[Settings], tuple[Any, ...]] = lambda group: tuple(map(group.get, names))
-        if len(names) > 1:  # else itemgetter returns no tuple
-            self._values = itemgetter(*names)
+        # For one name itemgetter returns no tuple, and there is none for no names.
+        self._values: Callable[[Settings], tuple[Any, ...]] = (
+            itemgetter(*names) if len(names) > 1 else lambda group: tuple(map(group.get, names))
+        )
         self._rows: list[Any] | None = None
         self._columns: dict[str, list[Any]] = {}
         self._numbers: dict[str, Number] = {}
