@@ -142,7 +142,7 @@ import torch
 from trainmux.lowering import KernelCache, _inductor, _known, decompositions, lower
 from trainmux.lowering._regions import from_payload
 from trainmux.lowering import _workers
-from trainmux.lowering._workers import MIN_FOR_WORKER, Workers
+from trainmux.lowering._workers import Workers
 from trainmux.tracing import make_fx, static_fake_mode
 
 folder, key, factor = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
@@ -248,17 +248,18 @@ def test_a_step_computes_on_the_cores_that_workers_leave(monkeypatch: pytest.Mon
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     class Threads(TorchDispatchMode):
-        seen: set[int] = set()  # noqa: RUF012
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: set[int] = set()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.seen.add(torch.get_num_threads())
             return func(*args, **(kwargs or {}))
 
     def threads_of_a_step() -> set[int]:
-        Threads.seen = set()
-        with Threads():
+        with Threads() as threads:
             fleet.step(torch.ones(1, 2))
-        return Threads.seen
+        return threads.seen
 
     model = torch.nn.Linear(2, 1)
     member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1))
